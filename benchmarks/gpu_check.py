@@ -233,7 +233,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     checks = chosen(arguments)
     with (
         tempfile.TemporaryDirectory(prefix="gpu-check-", ignore_cleanup_errors=True) as folder,
-        processes.ended_by_signals(),
+        processes.signals_as_ctrl_c(),
     ):
         runner = Runner(arguments, machine, Path(folder))
         is_ok = [

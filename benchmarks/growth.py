@@ -136,7 +136,7 @@ def pairs_of(num_nodes: int) -> list[tuple[int, int]]:
 
 def judge_network(_folder: Path, size: int) -> None:
     """Judge what all nodes have seen of their partners, and name all nodes to srun."""
-    from ddp_hpc.cluster.rendezvous.links.findings import LinkAnswer, findings_of
+    from ddp_hpc.cluster.rendezvous.links.findings import NodeLinkReport, findings_of
     from ddp_hpc.cluster.rendezvous.links.probe import NUM_DATAGRAMS
     from ddp_hpc.cluster.slurm.hostlist import compress_hostlist, expand_hostlist
 
@@ -145,7 +145,7 @@ def judge_network(_folder: Path, size: int) -> None:
         others[low].append(high)
         others[high].append(low)
     answers = {
-        node: LinkAnswer(
+        node: NodeLinkReport(
             address=f"10.{node >> 16}.{node >> 8 & 255}.{node & 255}",
             tcp={one: "connect" if 7 in (node, one) else "good" for one in partners},
             heard=dict.fromkeys(partners, (NUM_DATAGRAMS, NUM_DATAGRAMS)),
@@ -162,18 +162,20 @@ def judge_nodes(_folder: Path, size: int) -> None:
     """Judge what all nodes say before a training."""
     from ddp_hpc.cluster.node_checks.answers import NodeAnswers
     from ddp_hpc.cluster.node_checks.checks import findings_of
-    from ddp_hpc.cluster.node_checks.facts import NodeFacts, Shared, neighbours
-    from ddp_hpc.run.run_dir.network import NetworkFindings, Pace
+    from ddp_hpc.cluster.node_checks.facts import NodeFacts, SharedDir, neighbours
+    from ddp_hpc.run.run_dir.network import LinkMetrics, NetworkFindings
 
     names = [f"node{number}" for number in range(size)]
     ways = [way for low, high in pairs_of(size) for way in ((low, high), (high, low))]
-    paces = [Pace(sender=names[one], receiver=names[to], mb_per_s=1e3, ahead_s=0.0, trip_s=1e-4) for one, to in ways]
+    paces = [
+        LinkMetrics(sender=names[one], receiver=names[to], mb_per_s=1e3, ahead_s=0.0, trip_s=1e-4) for one, to in ways
+    ]
     network = NetworkFindings(
         at=0.0, seconds=1.0, address="10.0.0.1", num_nodes=size, num_pairs=len(ways) // 2, paces=tuple(paces)
     )
     near = {node: neighbours(number, names) for number, node in enumerate(names)}
     facts = {
-        node: NodeFacts(names=dict.fromkeys(others, ("10.0.0.1",)), shared=Shared(seen=(node, *others)))
+        node: NodeFacts(names=dict.fromkeys(others, ("10.0.0.1",)), shared=SharedDir(seen=(node, *others)))
         for node, others in near.items()
     }
     findings_of(NodeAnswers(nodes=names, facts=facts, network=network))

@@ -31,7 +31,7 @@ from ddp_hpc.run.run_dir import ownership
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.spec import CheckpointSpec, LogSpec, LrScheduleSpec, RunSpec, TrainSpec
 from ddp_hpc.train import process_group
-from ddp_hpc.train.data.loader import Fetched, LoadedGlobalBatch
+from ddp_hpc.train.data.loader import FetchedBatch, LoadedGlobalBatch
 from ddp_hpc.train.data.sample_order import Position, RankSampler, SampleOrder
 from ddp_hpc.train.engine import loop as our_loop
 from ddp_hpc.train.engine.training import Training, assemble_training
@@ -85,10 +85,10 @@ def walk() -> RankSampler:
 
 
 @cache
-def fetched() -> list[Fetched]:
+def fetched() -> list[FetchedBatch]:
     """Return the batches in that order, made beforehand."""
     indices = [window.micro_batches[0].indices for window in walk()]
-    return [Fetched(taken, dataset()[torch.tensor(taken)]) for taken in indices]
+    return [FetchedBatch(taken, dataset()[torch.tensor(taken)]) for taken in indices]
 
 
 @cache

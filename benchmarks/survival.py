@@ -81,7 +81,7 @@ def kill(kind: str) -> Strike:
     """Return what kills the youngest process of a kind; from outside the nodes, where all of them are seen."""
 
     def strike(_: Lab, run: RunDir) -> float:
-        pid, at = injector.processes_by_kind(injector.list_processes(), str(run.path))[kind][-1], time.time()
+        pid, at = injector.pids_by_kind(injector.list_processes(), str(run.path))[kind][-1], time.time()
         psutil.Process(pid).send_signal(signal.SIGKILL)
         return at
 

@@ -24,7 +24,7 @@ from ddp_hpc.run.run_dir import ownership
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.spec import CheckpointSpec, DataSpec, LogSpec, LrScheduleSpec, OptimizerSpec, RunSpec, TrainSpec
 from ddp_hpc.train import process_group
-from ddp_hpc.train.data.loader import Fetched, LoadedGlobalBatch
+from ddp_hpc.train.data.loader import FetchedBatch, LoadedGlobalBatch
 from ddp_hpc.train.data.sample_order import RankSampler
 from ddp_hpc.train.engine import loop
 from ddp_hpc.train.engine.training import assemble_training, configure_torch
@@ -235,7 +235,7 @@ class OurLoop:
             parts = self._batches[number % NUM_BATCHES]
             sizes = [len(one.indices) for one in plan.micro_batches]
             split = zip(*(part.split(sizes) for part in parts), strict=True)
-            fetched = [Fetched(one.indices, batch) for one, batch in zip(plan.micro_batches, split, strict=True)]
+            fetched = [FetchedBatch(one.indices, batch) for one, batch in zip(plan.micro_batches, split, strict=True)]
             yield plan, iter(fetched)
 
     def loaded(self) -> Iterator[Any]:

@@ -22,17 +22,17 @@ from typing import IO, Any
 
 from ddp_hpc.base.errors import ConfigError, NotARecordError
 
-MOST_BYTES = 64 << 20
+MOST_RECORD_BYTES = 64 << 20
 """Of a record that is read at once: ours are smaller."""
 MOST_BYTES_OF_LINES = 2 << 30
 """Of a record that is read line by line."""
 _LONG_NUMBER = re.compile(r"\d{19}")
 _BLOCK = 1 << 20
-_NO_FSYNC = frozenset({errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP})
+_NO_FSYNC_ERRNOS = frozenset({errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP})
 """What CIFS and some FUSE file systems answer to an fsync of a directory."""
 _LONGEST_LINE = 16 << 20
 """Bytes; our lines are shorter."""
-_KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFSOCK: "a socket"}
+_TYPE_NAMES = {stat.S_IFIFO: "a pipe", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFSOCK: "a socket"}
 
 
 def fsync_path(path: Path) -> None:
@@ -41,7 +41,7 @@ def fsync_path(path: Path) -> None:
     try:
         os.fsync(fd)
     except OSError as error:
-        if error.errno not in _NO_FSYNC or not path.is_dir():
+        if error.errno not in _NO_FSYNC_ERRNOS or not path.is_dir():
             raise
         _warn_of_unflushed(error.strerror)
     finally:
@@ -86,13 +86,13 @@ def open_private(path: Path, mode: str, *, buffering: int = -1, is_secret: bool 
     """Open a file for writing. A new file is writable for its owner, and readable for those who may read its directory, unless `is_secret`."""
 
     def opener(name: str, flags: int) -> int:
-        return os.open(name, flags, 0o600 if is_secret else private_mode(path))
+        return os.open(name, flags, 0o600 if is_secret else new_file_mode(path))
 
     encoding = None if "b" in mode else "utf-8"
     return open(path, mode, buffering=buffering, encoding=encoding, opener=opener)
 
 
-def private_mode(path: Path) -> int:
+def new_file_mode(path: Path) -> int:
     """Return the mode of a new file at `path`: 0600, and readable for those who may read its directory."""
     return 0o600 | reader_bits(path.parent) & 0o444
 
@@ -144,7 +144,7 @@ def delete_directory(path: Path) -> None:
 
 
 @contextmanager
-def output_at(path: Path) -> Iterator[Path]:
+def atomic_output(path: Path) -> Iterator[Path]:
     """Yield the path to write a user's output file to: a file beside `path`, which is renamed to it at the end.
 
     A device or pipe is written directly. Of a symbolic link, the target is replaced.
@@ -204,13 +204,13 @@ def open_record(path: Path, *, most_bytes: int | None = None) -> BufferedReader:
     except OSError as error:
         if error.errno != errno.ENXIO:  # a socket, or a device without a driver
             raise
-        raise _not_a_record(path, "a socket or a device") from error
+        raise _not_record_error(path, "a socket or a device") from error
     found = os.fstat(fd)
     try:
         if stat.S_ISDIR(found.st_mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         if not stat.S_ISREG(found.st_mode):
-            raise _not_a_record(path, _KINDS.get(stat.S_IFMT(found.st_mode), "something else"))
+            raise _not_record_error(path, _TYPE_NAMES.get(stat.S_IFMT(found.st_mode), "something else"))
         if most_bytes is not None and found.st_size > most_bytes:
             raise NotARecordError(
                 errno.EFBIG,
@@ -223,23 +223,23 @@ def open_record(path: Path, *, most_bytes: int | None = None) -> BufferedReader:
     return os.fdopen(fd, "rb")
 
 
-def _not_a_record(path: Path, what: str) -> NotARecordError:
+def _not_record_error(path: Path, what: str) -> NotARecordError:
     return NotARecordError(errno.EINVAL, f"it is {what}, and ddp-hpc expects a file there", str(path))
 
 
-def record_bytes(path: Path, *, most_bytes: int = MOST_BYTES) -> bytes:
+def record_bytes(path: Path, *, most_bytes: int = MOST_RECORD_BYTES) -> bytes:
     """Return all that is in a file that a run has written."""
     try:
-        return _content(path, most_bytes)
+        return _read_whole_file(path, most_bytes)
     except OSError as error:
         # Another node has replaced the file since it was opened. NFS then knows no file by the old handle, but the new one
         # is there (https://nfs.sourceforge.net/#faq_a10).
         if error.errno != errno.ESTALE:
             raise
-    return _content(path, most_bytes)
+    return _read_whole_file(path, most_bytes)
 
 
-def _content(path: Path, most_bytes: int) -> bytes:
+def _read_whole_file(path: Path, most_bytes: int) -> bytes:
     with open_record(path, most_bytes=most_bytes) as file, name_errors(path):
         return file.read()
 
@@ -316,12 +316,12 @@ def read_json(path: Path) -> dict[str, Any] | None:
         return None
 
 
-def json_line(raw: bytes) -> dict[str, Any] | None:
+def read_line(raw: bytes) -> dict[str, Any] | None:
     """Return the JSON object in a line of a file, or None if it holds none; NUL bytes around it are removed."""
     return json_object(raw.decode("utf-8", errors="replace").strip("\0 \t\r\n"))
 
 
-def _whole(digits: str) -> int:
+def _parse_int64(digits: str) -> int:
     number = int(digits) if len(digits) <= 20 else 1 << 64
     if not -(1 << 63) <= number < 1 << 63:
         raise ValueError(digits)
@@ -331,7 +331,7 @@ def _whole(digits: str) -> int:
 def json_object(text: str) -> dict[str, Any] | None:
     """Return the JSON object that a text is, or None if it is something else, or has a whole number of more than 64 bits."""
     try:
-        record = json.loads(text, parse_int=_whole if _LONG_NUMBER.search(text) else None)
+        record = json.loads(text, parse_int=_parse_int64 if _LONG_NUMBER.search(text) else None)
     except (ValueError, RecursionError):
         return None
     return record if isinstance(record, dict) else None

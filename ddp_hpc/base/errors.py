@@ -63,7 +63,7 @@ class WorkerError(DdpHpcError):
     """A worker ended in a way that ends the run."""
 
 
-class NotComputedError(WorkerError):
+class NotReplayedError(WorkerError):
     """Steps of a run could not be computed again, which says nothing of the run."""
 
     exit_code = REFUSED

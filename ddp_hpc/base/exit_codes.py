@@ -20,28 +20,28 @@ RANKS_DIFFER = 92
 """The ranks do not have equal weights: no checkpoint of them is committed, and the run goes on from the newest one."""
 NOT_SAVED = 91
 """Saves have failed for longer than `checkpoint.max_failing_s`, the last one on all ranks: no attempt is made again."""
-UNDECIDED = 94
+RESTART_SUPERVISOR = 94
 """From a supervisor to its guardian: it could not work and has decided nothing, so another one is to try."""
 GAVE_UP = 95
 """From a supervisor to its guardian: it has decided that the run has failed (`FAILED`), so it is not started again."""
-STOPPED_EARLY = 96
+STOPPED_BEFORE_START = 96
 """A stop signal came before the workers had installed their handlers; no training had begun."""
 FENCED = 97
 """Another attempt owns the run now; this one has written nothing more."""
 PORT_TAKEN = 98
 """Another process listens at the port where the ranks were to meet: start again with another port."""
 
-GOOD = frozenset({FINISHED, STOPPED})
+GOOD_CODES = frozenset({FINISHED, STOPPED})
 """Codes of a worker that has done what was asked of it."""
-_RANK_ZERO_DECIDES = frozenset({STOPPED, STOPPED_EARLY, PORT_TAKEN, FENCED, DIVERGED, RANKS_DIFFER, NOT_SAVED})
+_RANK_ZERO_DECIDES = frozenset({STOPPED, STOPPED_BEFORE_START, PORT_TAKEN, FENCED, DIVERGED, RANKS_DIFFER, NOT_SAVED})
 """Codes of rank zero that count even if others fail after it: its commit stays valid."""
 _STRONGEST_FIRST = (FENCED, REFUSED, DIVERGED, RANKS_DIFFER, NOT_SAVED)
 """Codes that count for all where one has them."""
 
-DECISIONS = (FINISHED, REFUSED, GAVE_UP, STOPPED_EARLY, FENCED, STOPPED)
+DECISIONS = (FINISHED, REFUSED, GAVE_UP, STOPPED_BEFORE_START, FENCED, STOPPED)
 """Codes of a supervisor that has decided what follows. After any other end, such as a death by a signal, nothing is decided,
 and its guardian starts another one."""
-GUARD_PAUSES_S = (1, 2, 5, 15, 60)
+GUARD_RESTART_PAUSES_S = (1, 2, 5, 15, 60)
 """How long a guardian waits before it starts the supervisor for the second time, the third, and so on."""
 
 
@@ -56,7 +56,7 @@ def combined_exit_code(codes: Iterable[int], *, rank_zero: int | None = None) ->
     for code in _STRONGEST_FIRST:
         if code in known:
             return code
-    if not known <= GOOD:
+    if not known <= GOOD_CODES:
         return FAILED
     return STOPPED if STOPPED in known else FINISHED
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
-_NAMES: Mapping[Any, tuple[str, str]] = {
+_TYPE_NAMES: Mapping[Any, tuple[str, str]] = {
     float: ("a number", "numbers"),
     int: ("a whole number", "whole numbers"),
     bool: ("true or false", "booleans"),
@@ -50,20 +50,20 @@ def type_in_words(annotation: Any) -> str:
     if is_optional(annotation):
         return f"{type_in_words(without_none(annotation))}, or null"
     origin, arms = get_origin(annotation), get_args(annotation)
-    if origin in {Union, UnionType} and annotation not in _NAMES:
+    if origin in {Union, UnionType} and annotation not in _TYPE_NAMES:
         return " or ".join(map(type_in_words, arms))
     if origin is Literal:
         return arms[0] if len(arms) == 1 else f"one of {', '.join(arms)}"
     if origin is tuple:
         count = "" if arms[-1] is Ellipsis else f"{len(arms)} "
         is_of_words = get_origin(arms[0]) is Literal
-        return f"a list of {count}{f'words, each {type_in_words(arms[0])}' if is_of_words else _NAMES[arms[0]][1]}"
+        return f"a list of {count}{f'words, each {type_in_words(arms[0])}' if is_of_words else _TYPE_NAMES[arms[0]][1]}"
     if is_dataclass(annotation):
         return f"a {getattr(annotation, '__name__', annotation)}"
-    return "a mapping" if origin is Mapping else _NAMES[annotation][0]
+    return "a mapping" if origin is Mapping else _TYPE_NAMES[annotation][0]
 
 
-def as_field(value: Any, annotation: Any) -> Any:
+def as_field_value(value: Any, annotation: Any) -> Any:
     """Return a value from Python as the value that its field holds: 1.0 for 1, a tuple for a list, text for a path.
 
     Raises:
@@ -77,15 +77,15 @@ def as_field(value: Any, annotation: Any) -> Any:
     try:
         if isinstance(value, AbstractSet) or (is_section and not isinstance(value, kind)):
             raise TypeError(repr(value))
-        return value if is_section else msgspec.convert(_plain(value), annotation)
+        return value if is_section else msgspec.convert(_builtin_value(value), annotation)
     except (msgspec.ValidationError, UnicodeEncodeError) as error:  # the second: text that no file can hold
         raise TypeError(repr(value)) from error
 
 
-def _plain(value: Any) -> Any:
+def _builtin_value(value: Any) -> Any:
     """Return lists, paths, and numbers of other libraries (`numpy.float32`), as what can be written to a file."""
     if isinstance(value, (list, tuple)):
-        return [*map(_plain, value)]
+        return [*map(_builtin_value, value)]
     if isinstance(value, os.PathLike):
         return os.fsdecode(value)
     if isinstance(value, (bool, str)) or not isinstance(value, numbers.Real):

@@ -36,13 +36,13 @@ def mount_of(path: Path, *, mountinfo: Path = MOUNTINFO) -> Mount | None:
         before, after = front.split(), back.split()
         if not separator or len(before) < 5 or len(after) < 2:
             continue
-        mount = Mount(point=_plain(before[4]), fs_type=after[0], source=_plain(after[1]))
+        mount = Mount(point=_unescape_octal(before[4]), fs_type=after[0], source=_unescape_octal(after[1]))
         is_above = real == mount.point or real.startswith(mount.point.rstrip("/") + "/")
         if is_above and (found is None or len(mount.point) >= len(found.point)):
             found = mount
     return found
 
 
-def _plain(text: str) -> str:
+def _unescape_octal(text: str) -> str:
     """Return a name in which the kernel wrote a space, or the like, as a backslash and three octal digits."""
     return re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), text)

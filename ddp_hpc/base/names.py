@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 
-def few(names: Sequence[str], most: int) -> str:
+def shorten_names(names: Sequence[str], most: int) -> str:
     """Return all names, or the first ones and how many there are more: `node1, node2 and 7 more`."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more

@@ -20,21 +20,21 @@ PATIENCE_S = 60.0
 """How long to try again."""
 _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 5.0
-_CALL_INTERVAL_S = 1.0
+_ON_WAIT_INTERVAL_S = 1.0
 """How often `on_wait` is called at least during a pause."""
-_ANSWERS = (FileNotFoundError, NotADirectoryError, IsADirectoryError, NotARecordError)
+_ANSWER_ERRORS = (FileNotFoundError, NotADirectoryError, IsADirectoryError, NotARecordError)
 """Errors that are an answer: they say what exists at the path."""
-_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS})
+_NO_ROOM_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS})
 """What only writers meet, and no pause heals."""
-_warned: set[Path] = set()
+_warned_paths: set[Path] = set()
 """Paths for which a warning was logged that they cannot be read; removed once they can be read again."""
 
 T = TypeVar("T")
 
 
-def is_answer(error: OSError) -> bool:
+def is_final_error(error: OSError) -> bool:
     """Tell whether an error says what exists at the path, rather than that the file system does not answer."""
-    return isinstance(error, _ANSWERS)
+    return isinstance(error, _ANSWER_ERRORS)
 
 
 def is_there(path: Path) -> bool:
@@ -48,7 +48,7 @@ def is_there(path: Path) -> bool:
     try:
         path.stat()
     except OSError as error:
-        if is_answer(error):
+        if is_final_error(error):
             return False
         raise
     return True
@@ -79,7 +79,7 @@ def await_answer(
             found = ask()
         except (OSError, UnreadableError) as error:
             detail = str(error).rstrip(".")
-            if isinstance(error, OSError) and (is_answer(error) or error.errno in _NO_ROOM):
+            if isinstance(error, OSError) and (is_final_error(error) or error.errno in _NO_ROOM_ERRNOS):
                 raise
             waited = time.monotonic() - began
             if waited + pause > patience_s:
@@ -109,14 +109,14 @@ def await_answer(
 
 def _sleep(seconds: float, on_wait: Callable[[], object]) -> None:
     # A signal does not end a sleep: https://docs.python.org/3/library/time.html#time.sleep
-    num_parts = math.ceil(seconds / _CALL_INTERVAL_S)
+    num_parts = math.ceil(seconds / _ON_WAIT_INTERVAL_S)
     for part in range(num_parts):
         if part:
             on_wait()
         time.sleep(seconds / num_parts)
 
 
-def answers_within(
+def ask_in_threads(
     seconds: float, questions: Mapping[str, Callable[[], T]], *, unasked: T | None = None
 ) -> dict[str, T]:
     """Return the answers that come in time, in the order of the questions; `unasked` for those that no thread could be started for.
@@ -152,14 +152,14 @@ def ask_once(path: Path, ask: Callable[[], T], unknown: T) -> T:
     try:
         found = ask()
     except OSError as error:
-        if path not in _warned:
-            _warned.add(path)
+        if path not in _warned_paths:
+            _warned_paths.add(path)
             advice = (
                 "ddp-hpc goes on without it; move it away."
-                if is_answer(error)
+                if is_final_error(error)
                 else "ddp-hpc tries again; you need do nothing unless this lasts."
             )
             logging.getLogger(__name__).warning("%s cannot be read: %s. %s", path, error.strerror or error, advice)
         return unknown
-    _warned.discard(path)
+    _warned_paths.discard(path)
     return found

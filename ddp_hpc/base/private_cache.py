@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 @cache
-def private_cache() -> Path | None:
+def private_cache_dir() -> Path | None:
     """Return the directory, the same for all runs of this user on this node; None where no disk can be written.
 
     It has a name that others can foresee. Where something of that name is there which this user did not make, or which others may

@@ -21,11 +21,11 @@ SLURMS_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
 """The signals that Slurm sends before it takes the nodes away, one by its own choice, the other because our job script asks for it."""
 STOP_SIGNALS = (*SLURMS_SIGNALS, signal.SIGUSR1)
 """The signals that mean: commit a checkpoint and exit. Users have Slurm send SIGUSR1, too (`scancel --signal=USR1`)."""
-CTRL_C = signal.SIGINT
-INTERRUPTIONS = (CTRL_C, signal.SIGHUP)
+CTRL_C_SIGNAL = signal.SIGINT
+INTERRUPT_SIGNALS = (CTRL_C_SIGNAL, signal.SIGHUP)
 """Ctrl-C, and the end of a terminal; in a job step, which has no terminal, `scancel` sends them, and they mean the same as stop signals."""
 
-_MANY_OPEN_FILES = 1 << 20
+_MOST_OPEN_FILES = 1 << 20
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -44,7 +44,7 @@ def terminate_with_parent(parent_pid: int) -> None:
     die_with_parent(parent_pid, by=signal.SIGTERM)
 
 
-def open_files_of(num_ranks: int) -> int:
+def needed_open_files(num_ranks: int) -> int:
     """Return how many files rank zero opens at least: for each rank one connection to the store, and two of gloo (measured)."""
     return 3 * num_ranks + 20
 
@@ -53,10 +53,10 @@ def allow_open_files(num_ranks: int = 0) -> None:
     """Raise the soft limit of open files to the hard one, for this process and those that it starts."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     # Some programs close all numbers up to the limit when they start, and containers have limits of 10^9.
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, _MANY_OPEN_FILES)), hard))
-    if hard < open_files_of(num_ranks):
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, _MOST_OPEN_FILES)), hard))
+    if hard < needed_open_files(num_ranks):
         raise ConfigError(
-            f"A process may open {hard} files on {host_name()} (`ulimit -Hn`), but rank zero of {num_ranks} needs {open_files_of(num_ranks)}, "
+            f"A process may open {hard} files on {host_name()} (`ulimit -Hn`), but rank zero of {num_ranks} needs {needed_open_files(num_ranks)}, "
             "as it holds connections to all others. Ask for fewer workers, or have the hard limit raised: in what set it for this "
             "shell, in /etc/security/limits.conf or, for jobs, in slurmd's service (LimitNOFILE)."
         )
@@ -75,7 +75,7 @@ def become_bound_child(parent_pid: int) -> None:
 
 def ignore_stop_signals() -> None:
     """Ignore stop signals in a helper process: Slurm signals every process of a job step, and the parent handles them."""
-    for number in (*STOP_SIGNALS, *INTERRUPTIONS):
+    for number in (*STOP_SIGNALS, *INTERRUPT_SIGNALS):
         signal.signal(number, signal.SIG_IGN)
 
 
@@ -87,7 +87,7 @@ def restore_stop_signals() -> None:
         signal.signal(number, signal.SIG_DFL)
 
 
-def become_script(parent_pid: int, *, is_new_program: bool, ignores: Iterable[int] = ()) -> None:
+def reset_signals_in_child(parent_pid: int, *, is_new_program: bool, ignores: Iterable[int] = ()) -> None:
     """Be what a program expects to be when it starts: all signals but `ignores` as they are by default, and none blocked.
 
     To be called in a forked process. Python's own way with SIGPIPE and SIGINT stays, unless another program follows (exec).
@@ -106,7 +106,7 @@ def become_script(parent_pid: int, *, is_new_program: bool, ignores: Iterable[in
     signal.pthread_sigmask(signal.SIG_SETMASK, set())
 
 
-def show_command(words: Iterable[str]) -> None:
+def set_process_title(words: Iterable[str]) -> None:
     """Have `ps` show this process as one that these words have started, as far as its own command line leaves room for them."""
     # What it shows is memory of the process, from `arg_start` to `arg_end` (proc_pid_stat(5)). Where the last byte is not
     # zero, the text ends at the first zero (the kernel's get_mm_cmdline, fs/proc/base.c).
@@ -118,7 +118,7 @@ def show_command(words: Iterable[str]) -> None:
 
 
 @contextmanager
-def ended_by_signals() -> Iterator[None]:
+def signals_as_ctrl_c() -> Iterator[None]:
     """Have SIGTERM and SIGHUP raise KeyboardInterrupt within the `with` block, as Ctrl-C does, so that `finally` is reached.
 
     Signals after the first have no effect, so that they do not interrupt what `finally` does.
@@ -186,7 +186,7 @@ def leaving_at_stop_signals() -> Iterator[None]:
 
 _SIGSET_BYTES = 128
 """Size of a `sigset_t`, in glibc and in musl."""
-_AWAITED = frozenset({*STOP_SIGNALS, signal.SIGCHLD, signal.SIGIO})
+_WAIT_SIGNALS = frozenset({*STOP_SIGNALS, signal.SIGCHLD, signal.SIGIO})
 
 
 def block_awaited_signals() -> None:
@@ -195,21 +195,21 @@ def block_awaited_signals() -> None:
     # creator. So a thread that was started before would get the signal: https://man7.org/linux/man-pages/man7/signal.7.html
     # Our parent may have ignored SIGCHLD. Then the kernel would discard the exit codes of our children (waitpid(2)).
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
+    signal.pthread_sigmask(signal.SIG_BLOCK, _WAIT_SIGNALS)
 
 
 def block_interruptions() -> list[signal.Signals]:
-    """Block and return those of INTERRUPTIONS that are not ignored, for `await_signal`; to be called before any thread starts."""
+    """Block and return those of INTERRUPT_SIGNALS that are not ignored, for `await_signal`; to be called before any thread starts."""
     # `nohup` ignores SIGHUP, and a shell ignores SIGINT for what it starts with `&`. An ignored signal that is blocked would come.
-    numbers = [number for number in INTERRUPTIONS if signal.getsignal(number) is not signal.SIG_IGN]
+    numbers = [number for number in INTERRUPT_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
     signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     return numbers
 
 
-def blocked_interruptions() -> list[signal.Signals]:
-    """Return those of INTERRUPTIONS that this process, or the one that forked it, has blocked for `await_signal`."""
+def find_blocked_interruptions() -> list[signal.Signals]:
+    """Return those of INTERRUPT_SIGNALS that this process, or the one that forked it, has blocked for `await_signal`."""
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [])
-    return [number for number in INTERRUPTIONS if number in blocked]
+    return [number for number in INTERRUPT_SIGNALS if number in blocked]
 
 
 def unclaimed_stop_signals() -> set[signal.Signals]:
@@ -218,16 +218,16 @@ def unclaimed_stop_signals() -> set[signal.Signals]:
     That is, a recipe may print its stacks at SIGUSR1 (`faulthandler.register`). Slurm's own signals always ask to stop.
     """
     # By /proc, because `signal.getsignal` does not know of handlers in C. Python itself catches SIGINT.
-    has_own = {number for number in (*STOP_SIGNALS, *INTERRUPTIONS) if is_in_mask(os.getpid(), number, "SigCgt")}
-    if signal.getsignal(CTRL_C) is signal.default_int_handler:
-        has_own.discard(CTRL_C)
-    return {*SLURMS_SIGNALS, *({*STOP_SIGNALS, *blocked_interruptions()} - has_own)}
+    has_own = {number for number in (*STOP_SIGNALS, *INTERRUPT_SIGNALS) if is_in_mask(os.getpid(), number, "SigCgt")}
+    if signal.getsignal(CTRL_C_SIGNAL) is signal.default_int_handler:
+        has_own.discard(CTRL_C_SIGNAL)
+    return {*SLURMS_SIGNALS, *({*STOP_SIGNALS, *find_blocked_interruptions()} - has_own)}
 
 
 def unblock_signals() -> None:
     """Receive these signals again; to be called in a child after it set its handlers."""
     # A forked process inherits the mask, and exec keeps it. A signal that waited meanwhile arrives within this call.
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {*_AWAITED, *INTERRUPTIONS})
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {*_WAIT_SIGNALS, *INTERRUPT_SIGNALS})
 
 
 def wake_on_input(fd: int) -> None:
@@ -266,7 +266,7 @@ def await_signal(timeout_s: float, also: Iterable[int] = ()) -> signal.Signals |
     # while it waited (SIGSTOP, SIGCONT) and the time passed meanwhile.
     libc, awaited = ctypes.CDLL(None, use_errno=True), ctypes.create_string_buffer(_SIGSET_BYTES)
     libc.sigemptyset(awaited)
-    for each in {*_AWAITED, *also}:
+    for each in {*_WAIT_SIGNALS, *also}:
         libc.sigaddset(awaited, each)
     deadline = time.monotonic() + timeout_s
     while True:
@@ -297,7 +297,7 @@ def is_stop_pending() -> bool:
     return not signal.sigpending().isdisjoint(STOP_SIGNALS)
 
 
-def send(pids: Iterable[int], number: int) -> None:
+def send_signal(pids: Iterable[int], number: int) -> None:
     """Send a signal to those of `pids` that still run."""
     for pid in pids:
         try:
@@ -320,7 +320,7 @@ def signal_number(name: str) -> signal.Signals:
 
 def request_stop(pids: Iterable[int]) -> None:
     """Ask those of `pids` that still run, processes of ours, to stop (SIGUSR2)."""
-    send(pids, signal.SIGUSR2)
+    send_signal(pids, signal.SIGUSR2)
 
 
 def host_name() -> str:
@@ -391,15 +391,15 @@ def open_pidfd(pid: int) -> int | None:
         return None
 
 
-def show_as_listening() -> None:
-    """Have `is_listening` recognise this process, which blocks stop signals and takes them by `await_signal`."""
+def set_dummy_stop_handlers() -> None:
+    """Have `handles_stop_signal` recognise this process, which blocks stop signals and takes them by `await_signal`."""
     # While a process waits in sigtimedwait, the kernel shows the awaited signals as not blocked. These handlers are never
     # called, because the signals are blocked at all other times: https://man7.org/linux/man-pages/man2/sigtimedwait.2.html
     for number in STOP_SIGNALS:
         signal.signal(number, lambda *_: None)
 
 
-def is_listening(pid: int, number: int = signal.SIGUSR2) -> bool:
+def handles_stop_signal(pid: int, number: int = signal.SIGUSR2) -> bool:
     """Tell whether a process blocks or catches a stop signal; the signal would kill any other process."""
     return is_in_mask(pid, number, "SigBlk", "SigCgt")
 
@@ -427,12 +427,12 @@ def is_in_mask(pid: int, number: int, *fields: str) -> bool:
 
 def terminate(pids: Iterable[int]) -> None:
     """Ask those of `pids` that still run to clean up and exit (SIGTERM)."""
-    send(pids, signal.SIGTERM)
+    send_signal(pids, signal.SIGTERM)
 
 
 def kill(pids: Iterable[int]) -> None:
     """Kill those of `pids` that still run (SIGKILL)."""
-    send(pids, signal.SIGKILL)
+    send_signal(pids, signal.SIGKILL)
 
 
 def kill_all_below(pids: Collection[int]) -> None:
@@ -468,7 +468,7 @@ def take_lock(path: Path, *, patience_s: float = 0.0) -> int | None:
                 return None
             time.sleep(0.05)
         except OSError as error:
-            if error.errno in NO_LOCKS:
+            if error.errno in NO_LOCKS_ERRNOS:
                 return fd
             os.close(fd)
             raise
@@ -483,7 +483,7 @@ def release_lock(fd: int) -> None:
     os.close(fd)
 
 
-NO_LOCKS = frozenset({errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP})
+NO_LOCKS_ERRNOS = frozenset({errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP})
 """What flock(2) answers on a file system without locks: Lustre without the mount option `flock`, NFS without lockd."""
 
 
@@ -508,7 +508,7 @@ def is_locked(path: Path) -> bool:
     return False
 
 
-def lasting_threads() -> list[str]:
+def threads_lost_by_fork() -> list[str]:
     """Return the names of this process's other threads that a fork would lose."""
     # fork(2) copies only the calling thread. A library is safe if it ends its threads before a fork (OpenBLAS, with
     # pthread_atfork) or starts them again in the child. So fork once, and then list the threads that are still here.

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from ddp_hpc.base.durable import append_json_line, json_line, lines_of, make_directories, record_bytes, replace_text
+from ddp_hpc.base.durable import append_json_line, lines_of, make_directories, read_line, record_bytes, replace_text
 from ddp_hpc.base.patience import ask_once
 
 T = TypeVar("T")
@@ -45,7 +45,7 @@ def read_record(path: Path, kind: type[T], *, may_have_nan: bool = False) -> T |
         return None
 
 
-def known_record(path: Path, kind: type[T], *, may_have_nan: bool = False) -> T | None:
+def try_read_record(path: Path, kind: type[T], *, may_have_nan: bool = False) -> T | None:
     """Return the record at a path; None, too, where the file system does not answer, which is logged."""
     return ask_once(path, partial(read_record, path, kind, may_have_nan=may_have_nan), unknown=None)
 
@@ -63,14 +63,14 @@ def decode_record(raw: bytes, kind: type[T], *, may_have_nan: bool = False) -> T
     NaN and infinite numbers, which Python writes and JSON does not have, count as damage unless the record `may_have_nan`. So do
     whole numbers of more than 64 bits.
     """
-    if _LONG_NUMBER.search(raw) and json_line(raw) is None:
+    if _LONG_NUMBER.search(raw) and read_line(raw) is None:
         return None
     try:
-        record: T = _decode_as(kind)(raw.strip(b"\0 \t\r\n"))  # type: ignore[arg-type]  # a class is hashable
+        record: T = _decoder_of(kind)(raw.strip(b"\0 \t\r\n"))  # type: ignore[arg-type]  # a class is hashable
     except msgspec.ValidationError:
         return None
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
-        return convert_to_record(json_line(raw), kind) if may_have_nan else None
+        return convert_to_record(read_line(raw), kind) if may_have_nan else None
     return record
 
 
@@ -83,5 +83,5 @@ def convert_to_record(value: Any, kind: type[T]) -> T | None:
 
 
 @cache
-def _decode_as(kind: Any) -> Callable[[bytes], Any]:
+def _decoder_of(kind: Any) -> Callable[[bytes], Any]:
     return msgspec.json.Decoder(kind).decode

@@ -10,7 +10,7 @@ _DURATION = re.compile(
 )
 
 
-def seconds(text: str) -> int | None:
+def parse_seconds(text: str) -> int | None:
     """Return the length of `1-02:03:04`, `02:03:04`, `03:04`, `5` or `1-02`; None for a word such as `UNLIMITED`."""
     found = _DURATION.fullmatch(text.strip())
     if found is None:
@@ -24,9 +24,9 @@ def seconds(text: str) -> int | None:
     return first * 60 + second
 
 
-def minutes(text: str) -> float | None:
+def parse_minutes(text: str) -> float | None:
     """Return a duration in minutes; None if there is no limit."""
-    length_s = seconds(text)
+    length_s = parse_seconds(text)
     return None if length_s is None else length_s / 60
 
 

@@ -12,60 +12,60 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-_HIDDEN = 1024
+_ASSUMED = 1024
 """The lowest limit that is usual for a pod (`podPidsLimit` of kubelet). A container does not see the cgroups above its own."""
 _ARENA = 64 << 20
 """Address space that glibc reserves for a thread's heap, beside its stack (mallopt(3))."""
-_PIDS = re.compile(r"^(?:\d+:(?:\w+,)*(?P<v1>pids)(?:,\w+)*|0:):(?P<path>/.*)$", re.MULTILINE)
+_CGROUP_PATTERN = re.compile(r"^(?:\d+:(?:\w+,)*(?P<v1>pids)(?:,\w+)*|0:):(?P<path>/.*)$", re.MULTILINE)
 
-Room = tuple[int, str]
+ThreadRoom = tuple[int, str]
 """How many threads one limit leaves, and the same as a sentence; none where it is not known, and why."""
 
 
 def thread_room(
     proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup"), *, num_limit: int | None = None
-) -> Room | None:
+) -> ThreadRoom | None:
     """Return what the strictest limit leaves; None without any. `num_limit` is the user's (RLIMIT_NPROC), by default this process's.
 
     Where a limit cannot be read, no room is known, and so none is left.
     """
     try:
-        return min([*_of_kernel(proc, num_limit), *_of_memory(proc), *_of_cgroups(proc, cgroups)], default=None)
+        return min([*_kernel_rooms(proc, num_limit), *_memory_rooms(proc), *_cgroup_rooms(proc, cgroups)], default=None)
     except (OSError, ValueError, IndexError) as error:
-        return _unknown(f"a limit cannot be read: {error}")
+        return _unknown_room(f"a limit cannot be read: {error}")
 
 
-def _left(num_threads: int, limit: str) -> Room:
+def _room_left(num_threads: int, limit: str) -> ThreadRoom:
     return num_threads, f"{limit} leaves room for {max(0, num_threads)} threads on this node"
 
 
-def _unknown(why: str) -> Room:
+def _unknown_room(why: str) -> ThreadRoom:
     return 0, f"it is not known how many threads may be started on this node ({why})"
 
 
-def _of_kernel(proc: Path, num_limit: int | None) -> Iterator[Room]:
+def _kernel_rooms(proc: Path, num_limit: int | None) -> Iterator[ThreadRoom]:
     # All threads of the node. The user has no more; counting them alone would miss those in other containers.
     num_all = int((proc / "loadavg").read_text(encoding="utf-8").split()[3].partition("/")[2])
     limit = resource.getrlimit(resource.RLIMIT_NPROC)[0] if num_limit is None else num_limit
     if limit != resource.RLIM_INFINITY:
-        yield _left(limit - num_all, f"`ulimit -u` ({limit})")
+        yield _room_left(limit - num_all, f"`ulimit -u` ({limit})")
     for name in ("threads-max", "pid_max"):
         limit = int((proc / "sys/kernel" / name).read_text(encoding="utf-8"))
-        yield _left(limit - num_all, f"kernel.{name} ({limit})")
+        yield _room_left(limit - num_all, f"kernel.{name} ({limit})")
 
 
-def _of_memory(proc: Path) -> Iterator[Room]:
+def _memory_rooms(proc: Path) -> Iterator[ThreadRoom]:
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     if limit != resource.RLIM_INFINITY:
         used = int((proc / "self/statm").read_text(encoding="utf-8").split()[0]) * resource.getpagesize()
         stack = resource.getrlimit(resource.RLIMIT_STACK)[0]
         size = _ARENA + (stack if stack != resource.RLIM_INFINITY else 8 << 20)
-        yield _left((limit - used) // size, f"`ulimit -v` ({limit // 1024})")
+        yield _room_left((limit - used) // size, f"`ulimit -v` ({limit // 1024})")
 
 
-def _of_cgroups(proc: Path, cgroups: Path) -> Iterator[Room]:
+def _cgroup_rooms(proc: Path, cgroups: Path) -> Iterator[ThreadRoom]:
     """https://docs.kernel.org/admin-guide/cgroup-v2.html (PID), and version 1: the limits of all cgroups above count, too."""
-    found = list(_PIDS.finditer((proc / "self/cgroup").read_text(encoding="utf-8")))
+    found = list(_CGROUP_PATTERN.finditer((proc / "self/cgroup").read_text(encoding="utf-8")))
     of_v1 = next((one for one in found if one["v1"]), None)
     chosen = of_v1 or next(iter(found), None)
     if chosen is None:  # this kernel has no cgroups
@@ -79,13 +79,13 @@ def _of_cgroups(proc: Path, cgroups: Path) -> Iterator[Room]:
                 limit = (folder / "pids.max").read_text(encoding="utf-8").strip()
                 if limit != "max":
                     used = int((folder / "pids.current").read_text(encoding="utf-8"))
-                    yield _left(int(limit) - used, f"the cgroup's pids.max ({limit})")
+                    yield _room_left(int(limit) - used, f"the cgroup's pids.max ({limit})")
     # Files that only the root of all cgroups has, or lacks: where this is not the root, limits above it are not seen.
     is_root = (top / "release_agent").exists() if of_v1 else not (top / "cgroup.type").exists()
     if not is_root or not (top / "cgroup.procs").exists():
         try:
             used = int((top / "pids.current").read_text(encoding="utf-8"))
         except OSError:
-            yield _unknown("the cgroup's pids.max is not readable")
+            yield _unknown_room("the cgroup's pids.max is not readable")
         else:
-            yield _left(_HIDDEN - used, f"a cgroup above this container, which may have pids.max {_HIDDEN},")
+            yield _room_left(_ASSUMED - used, f"a cgroup above this container, which may have pids.max {_ASSUMED},")

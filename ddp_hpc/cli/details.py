@@ -20,7 +20,7 @@ from ddp_hpc.watch.status import RunStatus
 
 def status_details(run: RunDir, status: RunStatus, *, now: float) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the details as keys of `status --json`, and as rows of text, without those whose records are not readable now."""
-    goodput, interval = node_time(run, status, now=now)
+    goodput, interval = goodput_and_saves(run, status, now=now)
     traces: list[Path] = ask_once(run.profile, lambda: sorted(run.profile.glob("*.trace.json.gz")), unknown=[])
     profiles = [str(path) for path in traces]
     machines, machine_words = _machine_use(run, status, now)
@@ -39,7 +39,7 @@ def status_details(run: RunDir, status: RunStatus, *, now: float) -> tuple[dict[
     return record, rows
 
 
-def node_time(run: RunDir, status: RunStatus, *, now: float) -> tuple[Goodput | None, SaveInterval | None]:
+def goodput_and_saves(run: RunDir, status: RunStatus, *, now: float) -> tuple[Goodput | None, SaveInterval | None]:
     """Return where the node time of a run went, and how often it saves where it chooses that itself; None for what is not readable now."""
 
     def read() -> tuple[Goodput | None, SaveInterval | None]:

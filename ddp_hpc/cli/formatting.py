@@ -28,7 +28,7 @@ def number(value: float | None) -> str:
     return f"{value:.4f}" if 1e-3 <= abs(value) < 1e4 or value == 0 else f"{value:.4g}"
 
 
-def numbers(values: Mapping[str, float]) -> str:
+def named_numbers(values: Mapping[str, float]) -> str:
     """Return `loss 0.1234  accuracy 0.9833`."""
     return "  ".join(f"{name} {number(value)}" for name, value in values.items())
 
@@ -58,18 +58,18 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def as_json(value: Any) -> str:
     """Return JSON that every parser reads: NaN and infinity become null."""
-    return json.dumps(_replace_odd_floats(value, lambda _: None), indent=1, allow_nan=False)
+    return json.dumps(_replace_nonfinite_floats(value, lambda _: None), indent=1, allow_nan=False)
 
 
-def spell_odd_floats(value: Any) -> Any:
+def spell_nonfinite_floats(value: Any) -> Any:
     """Return the value with `nan`, `inf` and `-inf` as text."""
-    return _replace_odd_floats(value, str)
+    return _replace_nonfinite_floats(value, str)
 
 
-def _replace_odd_floats(value: Any, odd: Callable[[float], Any]) -> Any:
+def _replace_nonfinite_floats(value: Any, odd: Callable[[float], Any]) -> Any:
     """Return the value with `odd` of each float that JSON does not know."""
     if isinstance(value, float):
         return value if math.isfinite(value) else odd(value)
     if isinstance(value, Mapping):
-        return {key: _replace_odd_floats(item, odd) for key, item in value.items()}
-    return [_replace_odd_floats(item, odd) for item in value] if isinstance(value, (list, tuple)) else value
+        return {key: _replace_nonfinite_floats(item, odd) for key, item in value.items()}
+    return [_replace_nonfinite_floats(item, odd) for item in value] if isinstance(value, (list, tuple)) else value

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from ddp_hpc.base.discretion import printable
+from ddp_hpc.base.discretion import escape_controls
 from ddp_hpc.base.patience import ask_once
 from ddp_hpc.cli.details import status_details
 from ddp_hpc.cli.status_text import as_text, evaluation_line
@@ -52,14 +52,14 @@ def draw_screens(run: RunDir, looks: Iterable[FollowUpdate], out: TextIO, *, is_
             width, height = console.size
             # One column stays free, as some terminals begin a new line there, and one line for the shell.
             drawn = screen(look.status, rows, sparkline(finite_points(losses), _WIDTH, levels), now=now, word=run.word)
-            shown = [printable(line)[: max(1, width - 1)] for line in drawn[: max(1, height - 1)]]
+            shown = [escape_controls(line)[: max(1, width - 1)] for line in drawn[: max(1, height - 1)]]
             live.update(_verbatim("\n".join(shown)), refresh=True)
     return True
 
 
 def _verbatim(words: str) -> Text:
     """Return text that rich prints unchanged: without markup, and with control characters escaped."""
-    return Text("\n".join(map(printable, words.split("\n"))), no_wrap=True, overflow="ignore")
+    return Text("\n".join(map(escape_controls, words.split("\n"))), no_wrap=True, overflow="ignore")
 
 
 def screen(status: RunStatus, details: Mapping[str, str], losses: str, *, now: float, word: str) -> list[str]:

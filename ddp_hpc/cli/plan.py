@@ -13,10 +13,10 @@ from ddp_hpc.cluster import containers
 from ddp_hpc.cluster.rendezvous import worker_env
 from ddp_hpc.cluster.rendezvous.address import this_host
 from ddp_hpc.cluster.rendezvous.choose_network import LOOPBACK_ADDRESS
-from ddp_hpc.cluster.rendezvous.worker_env import OURS, Fact
+from ddp_hpc.cluster.rendezvous.worker_env import OUR_SOURCE, Sourced
 from ddp_hpc.cluster.slurm.steps import probe_argv
 from ddp_hpc.job.job_context import JobContext
-from ddp_hpc.job.launcher import STEP_COMMANDS, agent_argv, agents_step_argv
+from ddp_hpc.job.launcher import STEP_ARGV_BY_LAUNCHER, agent_argv, agents_step_argv
 from ddp_hpc.job.node.cpus import share_node_cpus
 from ddp_hpc.job.wire.endpoint import Endpoint
 from ddp_hpc.launch.submission.request import SubmitRequest
@@ -24,7 +24,7 @@ from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.spec import RunSpec
 from ddp_hpc.run.workload.table import workload_of
 
-_ENDPOINT_IN_JOB = Endpoint("ADDRESS", 0)
+_UNKNOWN_ENDPOINT = Endpoint("ADDRESS", 0)
 """Stands for a value that only the job can determine."""
 
 
@@ -34,7 +34,7 @@ class LaunchPlan:
 
     steps: Mapping[str, str]
     """Purpose -> command."""
-    variables: Mapping[str, Fact]
+    variables: Mapping[str, Sourced]
     """Of rank zero, as `ddp-hpc env` shows them; the other workers' ranks differ."""
     users: Sequence[str]
     """Names of the variables that the key `env` sets; values may be secrets."""
@@ -68,14 +68,9 @@ def make_launch_plan(request: SubmitRequest, backend: str, import_paths: Sequenc
         )
     run, spec, environment = request.run, request.spec, request.environ
     resources = spec.resources
-    wrapper = _container_command(spec, run, import_paths, environment)
+    wrapper = _container_wrapper(spec, run, import_paths, environment)
     context = JobContext(
-        run=run,
-        spec=spec,
-        workload=workload_of(spec),
-        world=resources.world,
-        environ=environment,
-        wrapper=wrapper,
+        run=run, spec=spec, workload=workload_of(spec), world=resources.world, environ=environment, wrapper=wrapper
     )
     steps, facts, is_inherited = start(context, spec)
     paths = list(dict.fromkeys(map(str, import_paths)))
@@ -88,13 +83,13 @@ def make_launch_plan(request: SubmitRequest, backend: str, import_paths: Sequenc
         variables={
             **ranks,
             **worker_env.keep_users_values(facts, environ, fixed=worker_env.ENDPOINT),
-            **worker_env.import_path(paths, os.pathsep.join(paths)),
+            **worker_env.path_variables(paths, os.pathsep.join(paths)),
         },
         users=list(spec.environ),
     )
 
 
-def _container_command(
+def _container_wrapper(
     spec: RunSpec, run: RunDir, import_paths: Sequence[Path], environment: Mapping[str, str]
 ) -> containers.CommandWrapper:
     here = Path.cwd()
@@ -110,15 +105,15 @@ def _container_command(
     return containers.command_wrapper(inside, runtime, spec.container.python)
 
 
-_StartPlan = tuple[dict[str, str], dict[str, Fact], bool]
+_StartPlan = tuple[dict[str, str], dict[str, Sourced], bool]
 """Purpose -> command; the variables that network and CPUs decide; whether workers inherit those of the shell that submits."""
 
 
 def _plan_local(context: JobContext, spec: RunSpec) -> _StartPlan:
     resources = spec.resources
-    address = Fact(value=LOOPBACK_ADDRESS, source=OURS, rule="the run uses this machine only")
+    address = Sourced(value=LOOPBACK_ADDRESS, source=OUR_SOURCE, rule="the run uses this machine only")
     computing = share_node_cpus({}, resources.local_world_size, resources.cpus_per_worker).threads
-    port = Fact(rule="ddp-hpc takes a free port when the workers start")
+    port = Sourced(rule="ddp-hpc takes a free port when the workers start")
     interface = this_host().interface_towards(LOOPBACK_ADDRESS)
     facts = {**worker_env.endpoint(address, port), **worker_env.node_variables(interface, computing)}
     return {"the workers": shlex.join(agent_argv(context))}, facts, True
@@ -129,13 +124,13 @@ def _plan_slurm(context: JobContext, spec: RunSpec) -> _StartPlan:
     if spec.launcher == "agent":
         step = shlex.join(agents_step_argv(context))
     else:
-        step = shlex.join(STEP_COMMANDS[spec.launcher](context, 0, _ENDPOINT_IN_JOB))
-        step = step.replace(str(_ENDPOINT_IN_JOB), "ADDRESS PORT").replace("ADDRESS:0", "ADDRESS:PORT")
+        step = shlex.join(STEP_ARGV_BY_LAUNCHER[spec.launcher](context, 0, _UNKNOWN_ENDPOINT))
+        step = step.replace(str(_UNKNOWN_ENDPOINT), "ADDRESS PORT").replace("ADDRESS:0", "ADDRESS:PORT")
     probe = shlex.join([*probe_argv(context.world.num_nodes), "..."])
-    address = Fact(rule="the job chooses the network when it has its nodes")
-    interface = Fact(rule="each node takes its own interface on the network that leads to rank zero")
+    address = Sourced(rule="the job chooses the network when it has its nodes")
+    interface = Sourced(rule="each node takes its own interface on the network that leads to rank zero")
     computing = worker_env.threads(spec.cpus_per_task * workers, workers, cpus, source="Slurm")
-    port = Fact(rule="the job takes a free port on its first node")
+    port = Sourced(rule="the job takes a free port on its first node")
     facts = {**worker_env.endpoint(address, port), **worker_env.node_variables(interface, computing)}
     # sbatch passes all variables on by default: https://slurm.schedmd.com/sbatch.html#OPT_export
     is_inherited = str(spec.slurm.extra.get("export", "")).upper() != "NONE"

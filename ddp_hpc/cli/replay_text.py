@@ -10,7 +10,7 @@ from ddp_hpc.cli.formatting import table
 from ddp_hpc.prove.replay.auditing import AuditReport
 from ddp_hpc.prove.replay.bisecting import BisectReport
 from ddp_hpc.prove.replay.circumstances import Circumstances
-from ddp_hpc.prove.replay.first_difference import Divergence, Value
+from ddp_hpc.prove.replay.first_difference import DifferingValue, Divergence
 from ddp_hpc.prove.replay.replaying import ReplayReport
 
 _MOST_LETTERS = 100
@@ -57,24 +57,24 @@ def bisect_text(report: BisectReport) -> str:
             f"NOT REPRODUCED: the records of {one} and {other} differ, but computed again, their steps are the same. Possible causes: one of them ran with other code, data or environment, is not deterministic, or a rank computed something wrong."
         )
     elif report.parting is not None:
-        told += _parting_lines(report.parting, one, other)
+        told += _divergence_lines(report.parting, one, other)
     if report.circumstances is not None:
         told += ["before that step:", *(f"  {line}" for line in _circumstance_lines(report.circumstances))]
     return "\n".join([*told, f"bisect made {report.num_replays} replays to search {report.num_steps} steps"])
 
 
-def _parting_lines(parting: Divergence, one: str, other: str) -> Iterator[str]:
+def _divergence_lines(parting: Divergence, one: str, other: str) -> Iterator[str]:
     first, tensor = parting.first, parting.tensor
     rank = f", rank {first.rank}" if first.rank or len(parting.ranks) > 1 else ""
-    yield f"DIFFERENT from step {first.step} on{rank}; first: {value_text(first)}"
+    yield f"DIFFERENT from step {first.step} on{rank}; first: {differing_value_text(first)}"
     if tensor is not None and tensor != first:
-        yield f"the first tensor that differs: {value_text(tensor)} (step {tensor.step}, rank {tensor.rank})"
+        yield f"the first tensor that differs: {differing_value_text(tensor)} (step {tensor.step}, rank {tensor.rank})"
     shown = tensor or first
     yield f"  {one}: {shown.one or 'has none'}"
     yield f"  {other}: {shown.other or 'has none'}"
 
 
-def value_text(value: Value) -> str:
+def differing_value_text(value: DifferingValue) -> str:
     """Return a value that differs as text: its kind and name, and an option's two values."""
     ids = shorten(", ".join(map(str, value.samples)), _MOST_LETTERS, placeholder=" ...")
     samples = f", sample {ids}" if ids else ""

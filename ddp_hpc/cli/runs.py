@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from ddp_hpc.run.run_dir.paths import DEFAULT_RUNS_DIR, RunDir, is_folder, is_sweep_dir, settings_dirs
 
 if TYPE_CHECKING:
-    from ddp_hpc.watch.queue import Ask, QueueStatus
+    from ddp_hpc.watch.queue import AskSlurm, QueueStatus
 
 ENVIRONMENT_PREFIX = "DDP_HPC_"
 """Of every variable that settings, or a profile of them, come from."""
@@ -32,10 +32,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare CONFIG, KEY=VALUE, `--site` and `--runs-dir`, before the command of a script."""
     parser.usage = "%(prog)s [CONFIG] [KEY=VALUE ...] [options] [-- COMMAND ...]"
     parser.add_argument(
-        "config",
-        metavar="CONFIG",
-        nargs="?",
-        help="the configuration file (YAML), or a run; not needed for a script",
+        "config", metavar="CONFIG", nargs="?", help="the configuration file (YAML), or a run; not needed for a script"
     )
     add_setting_arguments(parser, "set a key; it overrides the file's value")
 
@@ -130,7 +127,7 @@ def chosen_runs_dir(option: Path | None, environment: Mapping[str, str]) -> Path
     return Path(resolve_key("runs_dir", environment))
 
 
-def slurm_asker(environment: Mapping[str, str]) -> Ask:
+def slurm_asker(environment: Mapping[str, str]) -> AskSlurm:
     """Return what asks Slurm about a job, where a run's directory does not say all."""
 
     def ask(job_id: str, submitted_at: float) -> QueueStatus:
@@ -141,7 +138,7 @@ def slurm_asker(environment: Mapping[str, str]) -> Ask:
     return ask
 
 
-def typed_word(run: RunDir, environment: Mapping[str, str]) -> str:
+def typed_name(run: RunDir, environment: Mapping[str, str]) -> str:
     """Return what to type for a run: its name or `SWEEP/POINT` where that is enough, else its directory."""
     try:
         name = os.path.relpath(run.path, chosen_runs_dir(None, environment))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ddp_hpc.cli.formatting import duration, number, numbers
-from ddp_hpc.run.run_dir.records import failed_save, memory_text, numbers_of_line
+from ddp_hpc.cli.formatting import duration, named_numbers, number
+from ddp_hpc.run.run_dir.records import failed_save, metrics_of_line, save_memory_text
 from ddp_hpc.watch.status import RunStatus
 
 
@@ -31,9 +31,9 @@ def as_text(status: RunStatus, *, now: float, word: str | None = None, details: 
         "loss": "" if status.loss is None else number(status.loss),
         "rate": rate_text(status),
         "time limit": time_limit_text(status),
-        "evaluation": numbers(status.metrics),
+        "evaluation": named_numbers(status.metrics),
         "checkpoint": checkpoint_text(status),
-        "save takes": memory_text(status.save_bytes),
+        "save takes": save_memory_text(status.save_bytes),
         "save error": failed_save(status.save_error) if status.save_error and status.is_alive else status.save_error,
         "slow": "; ".join(one.sentence() for one in status.slow_ranks),
         **(details or {}),
@@ -100,4 +100,4 @@ def progress_line(status: RunStatus) -> str:
 
 def evaluation_line(line: dict[str, object]) -> str:
     """Return a line on one evaluation."""
-    return f"evaluation  step {line['step']}  {numbers(numbers_of_line(line))}"
+    return f"evaluation  step {line['step']}  {named_numbers(metrics_of_line(line))}"

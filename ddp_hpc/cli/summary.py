@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from ddp_hpc.base import exit_codes
-from ddp_hpc.cli.formatting import number, numbers
+from ddp_hpc.cli.formatting import named_numbers, number
 from ddp_hpc.cli.status_text import knows_steps, last_save_text, steps_text
 from ddp_hpc.run.run_dir.failure_reports import WorkerFailure, first_failure
 from ddp_hpc.run.run_dir.paths import RunDir
@@ -36,13 +36,13 @@ def print_summary(run: RunDir, status: RunStatus, *, word: str, again: str) -> N
         print(f"note: {status.mended}", file=sys.stderr)
     if status.save_error:
         print(f"note: the newest save failed: {status.save_error}", file=sys.stderr)
-    print("\n".join([headline(status), f"run   {status.path}", *next_steps(status, word=word, again=again)]))
+    print("\n".join([headline(status), f"run   {status.path}", *next_commands(status, word=word, again=again)]))
 
 
 def headline(status: RunStatus) -> str:
     """Return `demo finished: step 450 of 450; training loss 0.0398; evaluation: loss 0.0512  accuracy 0.9833`."""
     loss = "" if status.loss is None else f"training loss {number(status.loss)}"
-    evaluation = f"evaluation: {numbers(status.metrics)}" if status.metrics else ""
+    evaluation = f"evaluation: {named_numbers(status.metrics)}" if status.metrics else ""
     if status.saves is None:
         state = "stopped after it wrote a checkpoint" if status.state == "stopped" else status.state
         return "; ".join(filter(None, [f"{status.run} {state}: step {steps_text(status)}", loss, evaluation]))
@@ -51,7 +51,7 @@ def headline(status: RunStatus) -> str:
     return "; ".join(filter(None, [f"{status.run} {status.state}", step, loss, evaluation, newest]))
 
 
-def next_steps(status: RunStatus, *, word: str, again: str) -> list[str]:
+def next_commands(status: RunStatus, *, word: str, again: str) -> list[str]:
     """Return commands to try next, each after its purpose."""
     alive = {"see": f"ddp-hpc status {word}", "logs": f"ddp-hpc logs -f {word}", "stop": f"ddp-hpc stop {word}"}
     why = {"why": f"ddp-hpc why {word}"} if status.state == "failed" else {}

@@ -12,7 +12,7 @@ from ddp_hpc.base import exit_codes
 from ddp_hpc.base.names import plural
 from ddp_hpc.cli import INTERRUPTED_CODE
 from ddp_hpc.cli.formatting import as_json
-from ddp_hpc.launch.sweep.point_states import PointState, SweepLook, follow_points
+from ddp_hpc.launch.sweep.point_states import PointState, SweepStatus, follow_points
 from ddp_hpc.launch.sweep.sweep_dir import SweepDir
 
 _BEGUN_STATES = frozenset({"starting", "running", "stopping"})
@@ -59,13 +59,13 @@ def follow_sweep(  # noqa: PLR0913  a sweep, and how its user wants to see it
             print(_counts_line(last), file=out)
         for reason, count in Counter(one.reason for one in last.states.values() if one.word == "waiting").items():
             print(f"{count} of the points never start: {reason}", file=out)
-        print("\n".join(_next_steps(counts, word, is_cancelled=last.sweep.is_cancelled)), file=out)
+        print("\n".join(_next_commands(counts, word, is_cancelled=last.sweep.is_cancelled)), file=out)
     return exit_codes.FINISHED if set(counts) == {"finished"} else exit_codes.FAILED
 
 
-def show_points(looks: Iterable[SweepLook], out: TextIO, *, is_quiet: bool) -> SweepLook:
+def show_points(looks: Iterable[SweepStatus], out: TextIO, *, is_quiet: bool) -> SweepStatus:
     """Print a line for each point whose state changes, and then the counts; return the last look."""
-    before: SweepLook | None = None
+    before: SweepStatus | None = None
     for look in looks:
         if look.problem and (before is None or before.problem != look.problem):
             print(f"note: {look.problem}", file=sys.stderr, flush=True)
@@ -97,14 +97,14 @@ def _counts(states: Iterable[PointState]) -> dict[str, int]:
     return dict(sorted(Counter(str(state.word) for state in states).items()))
 
 
-def _counts_line(look: SweepLook) -> str:
+def _counts_line(look: SweepStatus) -> str:
     counts = _counts(look.states.values())
     return (
         f"{plural(len(look.sweep.points), 'point')}: {', '.join(f'{count:,} {word}' for word, count in counts.items())}"
     )
 
 
-def _next_steps(counts: Mapping[str, int], word: str, *, is_cancelled: bool) -> list[str]:
+def _next_commands(counts: Mapping[str, int], word: str, *, is_cancelled: bool) -> list[str]:
     steps = [f"list the points: ddp-hpc list {word}"]
     startable = {"not submitted", "interrupted", "unknown", "prepared"}
     if counts.keys() & (startable | {"cancelled"} if is_cancelled else startable):

@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from ddp_hpc.base.discretion import printable
+from ddp_hpc.base.discretion import escape_controls
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.base.names import plural
-from ddp_hpc.cli.formatting import as_json, duration, number, numbers, or_dash, table
+from ddp_hpc.cli.formatting import as_json, duration, named_numbers, number, or_dash, table
 from ddp_hpc.cli.runs import slurm_asker
 from ddp_hpc.cli.status_text import steps_text
 from ddp_hpc.launch.sweep.point_states import PointReader, PointState
@@ -46,7 +46,8 @@ def print_sweep(args: argparse.Namespace, runs_dir: Path, environment: Mapping[s
     if args.json:
         of_runs = [{} if state.status is None else asdict(state.status) for _, state in rows]
         of_points = [
-            {"run": point.name, "state": state.word, "point": point.number, "set": point.shown} for point, state in rows
+            {"run": point.name, "state": state.word, "point": point.number, "set": point.shown_settings}
+            for point, state in rows
         ]
         print(as_json([of_run | of_point for of_run, of_point in zip(of_runs, of_points, strict=True)]))
         return 0
@@ -76,10 +77,10 @@ def _row_cells(point: Point, state: PointState, keys: Sequence[str]) -> tuple[st
     status = state.status
     known = ("-",) * 5
     if status is not None:
-        evaluation = or_dash(numbers(status.metrics))
+        evaluation = or_dash(named_numbers(status.metrics))
         attempt, age = or_dash(status.attempt), duration(status.age_s)
         known = (steps_text(status), number(status.loss), evaluation, attempt, age)
-    values = [point.shown.get(key) for key in keys]
+    values = [point.shown_settings.get(key) for key in keys]
     texts = [one if isinstance(one, str) or one is None else json.dumps(one, default=str) for one in values]
-    shown = [or_dash(text and printable(text.replace("\n", "\\n"))) for text in texts]
+    shown = [or_dash(text and escape_controls(text.replace("\n", "\\n"))) for text in texts]
     return (point.name, state.word, *known, *shown)

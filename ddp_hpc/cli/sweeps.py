@@ -12,7 +12,7 @@ from ddp_hpc.base import exit_codes
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.base.names import plural
 from ddp_hpc.cli.formatting import as_json
-from ddp_hpc.cli.runs import add_flag, positive_int, typed_word
+from ddp_hpc.cli.runs import add_flag, positive_int, typed_name
 
 if TYPE_CHECKING:
     from ddp_hpc.launch.submission.backend import Backend
@@ -97,7 +97,7 @@ def start_sweep(
         return code
     from ddp_hpc.cli.sweep_follow import follow_sweep
 
-    word, here = typed_word(sweep_dir, environment), started.numbers if started.runs_here else ()
+    word, here = typed_name(sweep_dir, environment), started.numbers if started.runs_here else ()
     return follow_sweep(sweep_dir, environment, word=word, here=here, is_json=is_json, is_quiet=stays == "wait")
 
 
@@ -109,7 +109,7 @@ def _interrupted_message(sweep_dir: SweepDir, environment: Mapping[str, str]) ->
     name = sweep_dir.name
     if not is_sweep_dir(sweep_dir.path):
         return f"{name}: nothing was submitted"
-    sweep, word = read_sweep(sweep_dir), typed_word(sweep_dir, environment)
+    sweep, word = read_sweep(sweep_dir), typed_name(sweep_dir, environment)
     parts = [f"job {array.job_id} ({plural(len(array.numbers), 'point')}) submitted" for array in sweep.arrays]
     if sweep.unanswered is not None:
         parts.append(f"{plural(len(sweep.unanswered_numbers), 'point')} may have been submitted")
@@ -121,7 +121,7 @@ def _interrupted_message(sweep_dir: SweepDir, environment: Mapping[str, str]) ->
     )
 
 
-def dry_run_of_sweep(base: SubmitRequest, points: Sequence[Point], backend: Backend, *, is_json: bool) -> str:
+def sweep_dry_run_text(base: SubmitRequest, points: Sequence[Point], backend: Backend, *, is_json: bool) -> str:
     """Return what would be started: on Slurm the text that sbatch would get, and the first points."""
     from ddp_hpc.launch.sweep.array import describe
     from ddp_hpc.launch.sweep.point_configs import check_points
@@ -130,7 +130,7 @@ def dry_run_of_sweep(base: SubmitRequest, points: Sequence[Point], backend: Back
     script, notes = describe(base, points) if backend.HAS_QUEUE else (None, [])
     print("".join(f"{note}\n" for note in notes), end="", file=sys.stderr)
     if is_json:
-        listed = [{"name": point.name, "set": point.shown} for point in points]
+        listed = [{"name": point.name, "set": point.shown_settings} for point in points]
         return as_json({"points": listed, **({} if script is None else {"script": script})}) + "\n"
     shown = "".join(f"# {point.name}\n" for point in points[:_MOST_SHOWN])
     more = f"# and {len(points) - _MOST_SHOWN} more\n" if len(points) > _MOST_SHOWN else ""
@@ -145,13 +145,13 @@ def print_jobs(started: SweepStart, environment: Mapping[str, str], *, is_json: 
 
     `is_followed`: this command goes on, and JSON is left to its end.
     """
-    code = exit_codes.FAILED if started.num_left and not started.jobs else exit_codes.FINISHED
+    code = exit_codes.FAILED if started.num_not_submitted and not started.jobs else exit_codes.FINISHED
     if is_json and not (is_followed or started.runs_here):
         record = {"sweep": started.sweep_dir.name, "path": str(started.sweep_dir.path), "points": len(started.numbers)}
-        print(as_json({**record, "jobs": started.jobs, "not_submitted": started.num_left}))
+        print(as_json({**record, "jobs": started.jobs, "not_submitted": started.num_not_submitted}))
         return code
     print(
-        "\n".join(_started_lines(started, typed_word(started.sweep_dir, environment))),
+        "\n".join(_started_lines(started, typed_name(started.sweep_dir, environment))),
         file=sys.stderr if is_json else sys.stdout,
         flush=True,
     )
@@ -171,7 +171,7 @@ def _started_lines(started: SweepStart, word: str) -> list[str]:
         ]
     jobs = ", ".join(f"job {job} ({plural(number, 'point')})" for job, number in started.jobs.items()) or "no job"
     lines = [f"{name}: {jobs} submitted. {see}"]
-    if started.num_left:
-        lines.append(f"{plural(started.num_left, 'point')} not submitted: {started.refusal}")
+    if started.num_not_submitted:
+        lines.append(f"{plural(started.num_not_submitted, 'point')} not submitted: {started.refusal}")
         lines.append(f"Once other jobs have ended, submit them: ddp-hpc sweep continue {word}")
     return lines

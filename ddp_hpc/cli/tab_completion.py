@@ -13,7 +13,7 @@ from ddp_hpc.cli.runs import chosen_runs_dir
 from ddp_hpc.watch.find import list_runs
 
 _UNQUOTED_WORD = re.compile(r"[\w.,:=/@%+-]*")
-_TAKE_SETTINGS = frozenset({"submit", "render", "drill", "container"})
+_VERBS_WITH_SETTINGS = frozenset({"submit", "render", "drill", "container"})
 
 
 def completions(words: Sequence[str], environment: Mapping[str, str]) -> list[str]:
@@ -64,7 +64,7 @@ def _positional_words(
     if before[0] == "config":
         named += _config_keys()
     is_file = not word and not any(one.endswith((".yaml", ".yml")) for one in before)
-    if before[0] in _TAKE_SETTINGS and not is_file:
+    if before[0] in _VERBS_WITH_SETTINGS and not is_file:
         named += [f"{key}=" for key in _config_keys()]
     return named
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TextIO
 
-from ddp_hpc.base.discretion import printable
+from ddp_hpc.base.discretion import escape_controls
 
 
 class GuardedTerminal(io.TextIOWrapper):
@@ -21,7 +21,7 @@ class GuardedTerminal(io.TextIOWrapper):
         """The unguarded terminal, for code that draws on it."""
 
     def write(self, text: str, /) -> int:
-        super().write(printable(text))
+        super().write(escape_controls(text))
         return len(text)
 
 

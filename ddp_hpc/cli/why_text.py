@@ -50,7 +50,7 @@ def _rows(run: RunDir, ledger: Ledger, attempt: Attempt, verdict: Verdict, *, wo
             "why",
             f"no end of this attempt is recorded: it runs, or its processes were killed. `ddp-hpc status {word}` shows which",
         )
-        yield "in logs", "\n".join(f"{_where(run, one)}: {_quoted(one)}" for one in verdict.evidence)
+        yield "in logs", "\n".join(f"{_place_text(run, one)}: {_short_quote(one)}" for one in verdict.evidence)
         return
     if not verdict.failure:
         yield "why", f"nothing failed: {attempt.cause or attempt.ending}"
@@ -68,7 +68,10 @@ def _rows(run: RunDir, ledger: Ledger, attempt: Attempt, verdict: Verdict, *, wo
     yield "at", verdict.place
     yield "concerns", _sample_or_file(attempt, verdict)
     yield "alike", _similar_attempts(ledger, attempt)
-    yield "evidence", "\n".join(f"{_ROLES[one.role]} ({_where(run, one)}): {_quoted(one)}" for one in verdict.evidence)
+    yield (
+        "evidence",
+        "\n".join(f"{_ROLES[one.role]} ({_place_text(run, one)}): {_short_quote(one)}" for one in verdict.evidence),
+    )
     others = {"lost the connection to a peer": verdict.num_cascades, "failed in the same way": verdict.num_alike}
     yield "others", "; ".join(f"{plural(count, 'other rank')} {what}" for what, count in others.items() if count)
     yield "means", about.means
@@ -96,12 +99,12 @@ def _similar_attempts(ledger: Ledger, attempt: Attempt) -> str:
     return f"{'attempt' if len(others) == 1 else 'attempts'} {', '.join(map(str, others))} failed in the same way"
 
 
-def _where(run: RunDir, evidence: EvidenceLine) -> str:
+def _place_text(run: RunDir, evidence: EvidenceLine) -> str:
     rank = "" if evidence.rank is None else f"rank {evidence.rank}, "
     return rank + (evidence_place(run, evidence) or "record")
 
 
-def _quoted(evidence: EvidenceLine) -> str:
+def _short_quote(evidence: EvidenceLine) -> str:
     return evidence.text[:_LONGEST_QUOTE].strip()
 
 

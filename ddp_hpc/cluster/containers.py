@@ -22,9 +22,9 @@ from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.spec.launch import LaunchSpec
 
 PACKAGE_DIR = Path(ddp_hpc.__file__).parent
-INSIDE = Path("/opt/ddp_hpc")
+DIR_IN_CONTAINER = Path("/opt/ddp_hpc")
 """Where the image's Python finds the copy of ddp_hpc that submitted the run, and no other package of the host."""
-_HOST_DIRECTORIES = tuple(map(Path, ("/proc", "/sys", "/dev", "/etc", "/usr", "/bin", "/lib", "/lib64", "/sbin")))
+_NEVER_MOUNTED_DIRS = tuple(map(Path, ("/proc", "/sys", "/dev", "/etc", "/usr", "/bin", "/lib", "/lib64", "/sbin")))
 """Host directories that are never mounted: the image has its own."""
 
 Gpus = Literal["nvidia", "rocm", "none"]
@@ -120,7 +120,7 @@ def container_setup(
         binds=tuple(_binds(spec, run, paths)),
         environ={
             **spec.environ,  # set inside: else the image's PATH and LD_LIBRARY_PATH win, and with pyxis all its variables
-            "PYTHONPATH": str(INSIDE),  # the workers themselves add the user's code to sys.path
+            "PYTHONPATH": str(DIR_IN_CONTAINER),  # the workers themselves add the user's code to sys.path
             "PYTHONNOUSERSITE": "1",  # else packages in ~/.local, which is mounted, win over the image's packages
         },
         work_dir=str(paths.work_dir),
@@ -150,12 +150,12 @@ def image_path(image: str) -> Path:
 def _binds(spec: LaunchSpec, run: RunDir, paths: HostPaths) -> Iterator[Bind]:
     """Yield the user's binds, then those that the run needs, without paths that are within another bind."""
     asked = [Bind.parse(text) for text in spec.container.binds]
-    yield Bind(str(PACKAGE_DIR), str(INSIDE / PACKAGE_DIR.name), is_read_only=True)
+    yield Bind(str(PACKAGE_DIR), str(DIR_IN_CONTAINER / PACKAGE_DIR.name), is_read_only=True)
     yield from asked
     seen = [Path(bind.target) for bind in asked]
     # Not `Path.exists`, which raises an error for a name that the file system refuses.
     there = [path for path in paths.inputs if os.path.exists(path)]  # noqa: PTH110
-    inputs = [path for path in there if not any(path.is_relative_to(other) for other in _HOST_DIRECTORIES)]
+    inputs = [path for path in there if not any(path.is_relative_to(other) for other in _NEVER_MOUNTED_DIRS)]
     wanted = [run.path, paths.work_dir, *paths.import_paths, *inputs]
     for path in sorted(dict.fromkeys(wanted), key=lambda path: len(path.parts)):
         if not any(path.is_relative_to(other) for other in seen) and path != Path("/"):
@@ -163,7 +163,7 @@ def _binds(spec: LaunchSpec, run: RunDir, paths: HostPaths) -> Iterator[Bind]:
             yield Bind(str(path), str(path))
 
 
-def refuse_misplaced(spec: LaunchSpec, *, is_for_slurm: bool) -> None:
+def refuse_unusable_runtime(spec: LaunchSpec, *, is_for_slurm: bool) -> None:
     """Refuse a runtime that cannot run here."""
     runtime = spec.container.runtime
     if runtime == "docker" and is_for_slurm:
@@ -184,22 +184,22 @@ def missing_sources(inside: ContainerSetup) -> list[str]:
 
 # --- staging -----------------------------------------------------------------------------------------------------------
 
-PACKED = (".tar", ".tar.gz", ".tgz", ".tar.xz", ".tar.bz2", ".tar.zst")
+ARCHIVE_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.xz", ".tar.bz2", ".tar.zst")
 """Endings of archives that `tar` unpacks."""
 
 
-def is_packed(source: str) -> bool:
+def is_archive(source: str) -> bool:
     """Tell whether a file is an archive rather than an image, by its name."""
-    return source.endswith(PACKED)
+    return source.endswith(ARCHIVE_SUFFIXES)
 
 
-def staged_source(spec: LaunchSpec) -> str | None:
+def file_to_stage(spec: LaunchSpec) -> str | None:
     """Return the file that a run copies to its nodes' local disks: an archive, or an image file; None if there is none."""
     if spec.stage.archive is not None:
         path = image_path(spec.stage.archive)
-        if not is_packed(path.name):
+        if not is_archive(path.name):
             raise ConfigError(
-                f"`stage.archive` is {spec.stage.archive!r}, but its name must end in one of {', '.join(PACKED)}."
+                f"`stage.archive` is {spec.stage.archive!r}, but its name must end in one of {', '.join(ARCHIVE_SUFFIXES)}."
             )
         if not path.is_file():
             raise ConfigError(f"`stage.archive` is {path}, but that file does not exist. Correct the path.")
@@ -278,7 +278,7 @@ def command_wrapper(inside: ContainerSetup, runtime: RuntimeName, python: str) -
 
 def _apptainer(inside: ContainerSetup, python: str, *, program: RuntimeName) -> CommandWrapper:
     """Return the wrapper for Apptainer (1.0 and newer) and SingularityCE (3.9 and newer)."""
-    # Values go through the environment under other names, and a shell inside renames them (`_setting`). Not `--env` and
+    # Values go through the environment under other names, and a shell inside renames them (`_export_argv`). Not `--env` and
     # `APPTAINERENV_...`: a shell in the container evaluates their values, so that a `$` in one would be replaced
     # (https://apptainer.org/docs/user/latest/environment_and_metadata.html). Neither `--cleanenv` nor `--containall`:
     # workers read their ranks from Slurm's variables, and share memory (/dev/shm) with the other workers of the node.
@@ -291,8 +291,8 @@ def _apptainer(inside: ContainerSetup, python: str, *, program: RuntimeName) -> 
     gpus = {"nvidia": ["--nv"], "rocm": ["--rocm"], "none": []}[inside.gpus]
     mounts = [word for bind in inside.binds for word in ("--mount", _csv_mount(bind))]
     where = ["--pwd", inside.work_dir]
-    prefix = [program, "exec", *gpus, *mounts, *where, *inside.options, inside.image, *_setting(inside)]
-    return CommandWrapper(python=python, prefix=tuple(prefix), environ=_carried(inside))
+    prefix = [program, "exec", *gpus, *mounts, *where, *inside.options, inside.image, *_export_argv(inside)]
+    return CommandWrapper(python=python, prefix=tuple(prefix), environ=_prefixed_environ(inside))
 
 
 def _csv_mount(bind: Bind, read_only: str = "ro") -> str:
@@ -324,11 +324,11 @@ def _pyxis(inside: ContainerSetup, python: str) -> CommandWrapper:
         "--no-container-mount-home",
         *inside.options,
     ]
-    prefix = tuple(_setting(inside))
-    return CommandWrapper(python=python, prefix=prefix, srun_args=tuple(options), environ=_carried(inside))
+    prefix = tuple(_export_argv(inside))
+    return CommandWrapper(python=python, prefix=prefix, srun_args=tuple(options), environ=_prefixed_environ(inside))
 
 
-_IMAGES_OWN = frozenset({"PATH", "HOME", "HOSTNAME", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"})
+_HOST_VARIABLES = frozenset({"PATH", "HOME", "HOSTNAME", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"})
 """Variables of the host that are wrong in an image. Docker must not pass them on; Apptainer handles them itself."""
 
 
@@ -343,33 +343,35 @@ def _docker(inside: ContainerSetup, python: str) -> CommandWrapper:
     groups = [f"--group-add={group}" for group in inside.groups]  # of data that a project shares, and of AMD's devices
     who = [f"--user={inside.user}", *groups, "--env=HOME=/tmp"]  # in the image
     mounts = [word for bind in inside.binds for word in ("--mount", _csv_mount(bind, "readonly"))]
-    names = dict.fromkeys([*inside.passed, *_carried(inside)])
-    passed = [f"--env={name}" for name in names if name not in _IMAGES_OWN]
+    names = dict.fromkeys([*inside.passed, *_prefixed_environ(inside)])
+    passed = [f"--env={name}" for name in names if name not in _HOST_VARIABLES]
     start = ["docker", "run", "--rm", "--interactive", "--init", "--no-healthcheck"]
     prefix = [*start, *gpus, *shared, *who, *mounts, *passed, f"--workdir={inside.work_dir}", *inside.options]
-    return CommandWrapper(python=python, prefix=(*prefix, inside.image, *_setting(inside)), environ=_carried(inside))
+    return CommandWrapper(
+        python=python, prefix=(*prefix, inside.image, *_export_argv(inside)), environ=_prefixed_environ(inside)
+    )
 
 
-_CARRIER = "_DDP_HPC_INSIDE_"
+_VARIABLE_PREFIX = "_DDP_HPC_INSIDE_"
 """Prefix of the names under which values go into an image. No image sets such a variable, so none replaces the value."""
-_SHELLS_OWN = frozenset({"BASHOPTS", "BASH_VERSINFO", "EUID", "PPID", "SHELLOPTS", "UID"})
+_READONLY_VARIABLES = frozenset({"BASHOPTS", "BASH_VERSINFO", "EUID", "PPID", "SHELLOPTS", "UID"})
 """Variables that a shell does not let anyone set."""
 
 
-def _carried(inside: ContainerSetup) -> dict[str, str]:
+def _prefixed_environ(inside: ContainerSetup) -> dict[str, str]:
     """Return the values to set inside, under their prefixed names."""
-    return {f"{_CARRIER}{name}": value for name, value in inside.environ.items()}
+    return {f"{_VARIABLE_PREFIX}{name}": value for name, value in inside.environ.items()}
 
 
-def _setting(inside: ContainerSetup) -> list[str]:
+def _export_argv(inside: ContainerSetup) -> list[str]:
     """Return the shell command that sets each variable from its prefixed name, and then executes the command.
 
     Every user of a host can read command lines (`ps`), so this one has names only, no values. The shell does not evaluate
     the value of a quoted variable.
     """
-    lines = [f'export {name}="${_CARRIER}{name}"' for name in inside.environ if name not in _SHELLS_OWN]
-    by_env = [f'{name}="${_CARRIER}{name}"' for name in inside.environ if name in _SHELLS_OWN]
-    carriers = _carried(inside)
+    lines = [f'export {name}="${_VARIABLE_PREFIX}{name}"' for name in inside.environ if name not in _READONLY_VARIABLES]
+    by_env = [f'{name}="${_VARIABLE_PREFIX}{name}"' for name in inside.environ if name in _READONLY_VARIABLES]
+    carriers = _prefixed_environ(inside)
     if by_env:
         by_env = ["env", *(f"-u {name}" for name in carriers), *by_env]
     elif carriers:

@@ -23,7 +23,7 @@ from ddp_hpc.job.slow_rank_monitor import SlowRankMonitor
 from ddp_hpc.job.slurm_job import SlurmJob
 from ddp_hpc.job.wire.endpoint import Endpoint
 from ddp_hpc.job.workers import Workers
-from ddp_hpc.run.run_dir.joined_ranks import write_meeting
+from ddp_hpc.run.run_dir.joined_ranks import write_rendezvous
 from ddp_hpc.run.run_dir.ledger import Attempt, Ledger, record_addition
 
 
@@ -49,7 +49,7 @@ def _run_workers(context: JobContext, workers: Workers, attempt: int, notifier: 
         assert begun is not None  # noqa: S101  its start has just been written
         if not context.is_for_slurm:
             return _wait_for_workers(context, workers, begun, None, notifier)
-        job = _fitting_job(context)
+        job = _checked_job(context)
         avoided = stale_attempts.bad_nodes_of_job(context, job, ledger)
         if avoided:
             reason = f"{', '.join(avoided)} failed before, so the job asks for other nodes"
@@ -68,7 +68,7 @@ def _run_workers(context: JobContext, workers: Workers, attempt: int, notifier: 
         return last_resort.end_workers_after_error(error, workers)
 
 
-def _fitting_job(context: JobContext) -> SlurmJob:
+def _checked_job(context: JobContext) -> SlurmJob:
     """Return the job, if its allocation has the nodes and tasks that the run needs; refuse the run where it does not."""
     job = context.job
     if job is None:
@@ -96,7 +96,7 @@ def _wait_for_workers(
     joining = JoiningRanks(context=context, attempt=begun.attempt, met_at=met_at)
     if endpoint is not None:
         with suppress(OSError):  # it is for readers only
-            write_meeting(context.run, begun.attempt, endpoint.netloc, endpoint.why)
+            write_rendezvous(context.run, begun.attempt, endpoint.netloc, endpoint.why)
     workers.begin(begun.attempt, endpoint)
     slow_ranks = SlowRankMonitor(run=context.run, attempt=begun.attempt, world_size=context.world.world_size)
     slow_ranks.start()
@@ -115,11 +115,11 @@ def _wait_for_workers(
                 notifier.notify_silence(begun.attempt, monitor.silence_s)
             notifier.notify_failed_save(begun.attempt)
     if code == exit_codes.PORT_TAKEN and (monitor.is_signalled or monitor.is_out_of_time):
-        code = exit_codes.STOPPED_EARLY  # the job has to end, so no other port is tried
+        code = exit_codes.STOPPED_BEFORE_START  # the job has to end, so no other port is tried
     return Outcome(
         code=code,
         step_code=workers.step_code,
-        reason=_WHY_CUT_OFF if monitor.is_cut_short and code not in (exit_codes.STOPPED, exit_codes.FINISHED) else "",
+        reason=_LIMIT_TEXT if monitor.is_cut_short and code not in (exit_codes.STOPPED, exit_codes.FINISHED) else "",
         is_out_of_time=monitor.is_out_of_time,
         was_signalled=monitor.is_signalled,
         is_unresponsive=monitor.is_unresponsive,
@@ -133,7 +133,7 @@ _NO_FREE_PORT_MESSAGE = (
     "Other processes listen at every port of rank zero's node that ddp-hpc tried for MASTER_PORT. If you set MASTER_PORT, unset it, "
     "or set it to a free port. Then submit the run again."
 )
-_WHY_CUT_OFF = "the job reached its time limit before the workers had written a checkpoint; raise `slurm.signal_lead_s`"
+_LIMIT_TEXT = "the job reached its time limit before the workers had written a checkpoint; raise `slurm.signal_lead_s`"
 
 
 def _make_monitor(context: JobContext, begun: Attempt) -> Monitor:

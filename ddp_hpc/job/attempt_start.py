@@ -10,16 +10,11 @@ from ddp_hpc.base.durable import read_json
 from ddp_hpc.base.errors import FencedError
 from ddp_hpc.base.patience import ask_once
 from ddp_hpc.job.slurm_job import SlurmJob
-from ddp_hpc.run.requeue import TABLE
+from ddp_hpc.run.requeue import RULES
 from ddp_hpc.run.run_dir import ownership
 from ddp_hpc.run.run_dir.ledger import Cause, End, Ledger, record_end, record_start
 from ddp_hpc.run.run_dir.paths import RunDir
-from ddp_hpc.run.run_dir.records import (
-    QueuedJob,
-    read_queued_job,
-    write_queued_job,
-    write_rendezvous_token,
-)
+from ddp_hpc.run.run_dir.records import QueuedJob, read_queued_job, write_queued_job, write_rendezvous_token
 from ddp_hpc.run.workload.protocol import Workload
 
 
@@ -67,7 +62,7 @@ def refuse_older_start(run: RunDir, ledger: Ledger, job: SlurmJob | None) -> Non
         )
 
 
-def record_empty_start(run: RunDir, job: SlurmJob | None) -> int:
+def record_start_without_workers(run: RunDir, job: SlurmJob | None) -> int:
     """Write the start of an attempt that only records why no workers are started; return its number."""
     attempt = ownership.next_attempt(run)
     job_id, facts = (job.job_id, job.ledger_fields()) if job else (str(os.getpid()), {})
@@ -77,5 +72,5 @@ def record_empty_start(run: RunDir, job: SlurmJob | None) -> int:
 
 def record_unbegun_attempt(run: RunDir, job: SlurmJob | None, cause: Cause, reason: str, exit_code: int) -> None:
     """Write the start and the end of an attempt that started no workers."""
-    end = End(ending=TABLE[cause].ending, exit_code=exit_code, reason=reason, cause=cause)
-    record_end(run, record_empty_start(run, job), end)
+    end = End(ending=RULES[cause].ending, exit_code=exit_code, reason=reason, cause=cause)
+    record_end(run, record_start_without_workers(run, job), end)

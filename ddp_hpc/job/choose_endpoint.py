@@ -22,7 +22,7 @@ from ddp_hpc.cluster.slurm.allocation import Allocation
 from ddp_hpc.job.wire.endpoint import Endpoint
 from ddp_hpc.job.wire.subprocesses import ask_nodes
 
-PROBE_TIMEOUT_S = 60.0
+INTERFACES_TIMEOUT_S = 60.0
 MOST_PORTS = 20
 """How many ports to try; if all are in use, something else is wrong."""
 
@@ -69,7 +69,7 @@ def _candidate_ports(allocation: Allocation, attempt: int, given: str | None) ->
 def _ask_interfaces(allocation: Allocation, environ: Mapping[str, str]) -> Mapping[str, Sequence[Interface]]:
     """Return the interfaces of every node that answers; log which do not, as the choice is made without them."""
     command = [sys.executable, "-m", "ddp_hpc.cluster.rendezvous.interfaces"]
-    answers = ask_nodes(command, allocation.node_names, environ=environ, timeout_s=PROBE_TIMEOUT_S)
+    answers = ask_nodes(command, allocation.node_names, environ=environ, timeout_s=INTERFACES_TIMEOUT_S)
     if answers.silent:
         why = f" ({answers.last_error})" if answers.last_error else ""
         sys.stderr.write(

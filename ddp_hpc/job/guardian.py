@@ -71,12 +71,12 @@ def _run_supervisors(run: RunDir, options: Sequence[str], *, since: int, lock_fd
         if _is_cancelled(run, since):
             return exit_codes.FAILED
         num_deaths = 1 if time.monotonic() - began > DEATHS_RESET_S else num_deaths + 1
-        if num_deaths > len(exit_codes.GUARD_PAUSES_S):
+        if num_deaths > len(exit_codes.GUARD_RESTART_PAUSES_S):
             reason = f"ddp-hpc's supervisor process {exit_codes.describe_end(after)}, {num_deaths} times in a row"
             sys.stderr.write(f"error: {reason}, so ddp-hpc does not start it again. Submit {run.name} again.\n")
             _record_last_end(run, since, reason)
             return exit_codes.FAILED
-        pause_s = exit_codes.GUARD_PAUSES_S[num_deaths - 1]
+        pause_s = exit_codes.GUARD_RESTART_PAUSES_S[num_deaths - 1]
         sys.stderr.write(
             f"note: ddp-hpc's supervisor process {exit_codes.describe_end(after)}; it starts again in {pause_s} s\n"
         )
@@ -134,7 +134,7 @@ def _run_supervisor(options: Sequence[str], *, new_with_lock: int | None = None)
         number = processes.await_signal(3600.0)
         if number in processes.STOP_SIGNALS:
             is_stop_asked = True
-            processes.send([pid], number)
+            processes.send_signal([pid], number)
 
 
 def _become_supervisor(options: Sequence[str], new_with_lock: int | None) -> None:

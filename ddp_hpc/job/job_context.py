@@ -10,7 +10,7 @@ from ddp_hpc.cluster.containers import BARE, CommandWrapper
 from ddp_hpc.cluster.slurm.allocation import Allocation, shape_problem
 from ddp_hpc.job.slurm_job import SlurmJob
 from ddp_hpc.run.config.resolve import load_resolved
-from ddp_hpc.run.requeue import reserve_s
+from ddp_hpc.run.requeue import requeue_reserve_s
 from ddp_hpc.run.run_dir.ledger import Ledger
 from ddp_hpc.run.run_dir.network import NetworkFindings
 from ddp_hpc.run.run_dir.paths import RunDir
@@ -51,7 +51,7 @@ class JobContext:
     def has_time(self, seconds: float) -> bool:
         """Tell whether the job goes on for so long, and can be requeued after that: one that its time limit ends does not come back."""
         newest = Ledger.read(self.run).newest
-        reserved_s = seconds + reserve_s(self.spec.slurm.signal_lead_s)
+        reserved_s = seconds + requeue_reserve_s(self.spec.slurm.signal_lead_s)
         return newest is None or newest.ends_at is None or time.time() <= newest.ends_at - reserved_s
 
     def node_of(self, rank: int) -> str | None:

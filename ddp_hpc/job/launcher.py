@@ -14,7 +14,7 @@ def agent_argv(context: JobContext) -> list[str]:
     teardown_s = context.workload.teardown_s
     limit = [] if teardown_s is None else ["--teardown-s", f"{teardown_s:g}"]
     stop = ["--stop-signal", context.workload.stop_signal]
-    worker = ["--worker", context.workload.worker, *stop, *limit, *_num_workers_option(context)]
+    worker = ["--worker", context.workload.worker, *stop, *limit, *_resource_options(context)]
     return [*context.wrapper.command, "-m", "ddp_hpc.job.node.agent", str(context.run.path), *worker]
 
 
@@ -33,7 +33,7 @@ def torchrun_step_argv(context: JobContext, attempt: int, endpoint: Endpoint) ->
     """Return the command that starts one torchrun a node, through `job.node.torchrun_node`, which knows the node's address."""
     world, sampled = context.world, [f"--run={context.run.path}", f"--attempt={attempt}"]
     module, stop = ["-m", "ddp_hpc.job.node.torchrun_node"], ["--stop-signal", context.workload.stop_signal]
-    node = [*module, *_num_workers_option(context), *stop, *sampled, "--meet", str(endpoint), "--"]
+    node = [*module, *_resource_options(context), *stop, *sampled, "--meet", str(endpoint), "--"]
     options = [
         f"--nnodes={world.num_nodes}",
         f"--nproc-per-node={world.workers_per_node}",
@@ -54,7 +54,7 @@ def _task(context: JobContext, attempt: int) -> list[str]:
     return ["-m", "ddp_hpc.job.node.task", str(context.run.path), *options]
 
 
-def _num_workers_option(context: JobContext) -> list[str]:
+def _resource_options(context: JobContext) -> list[str]:
     asked = context.spec.resources.cpus_per_worker
     cpus = [] if asked is None else ["--cpus-per-worker", str(asked)]
     return ["--num-workers", str(context.world.workers_per_node), *cpus, *_gpu_options(context)]
@@ -65,7 +65,7 @@ def _gpu_options(context: JobContext) -> list[str]:
     return ["--gpus", str(num_gpus)] if num_gpus else []
 
 
-STEP_COMMANDS: Mapping[str, Callable[[JobContext, int, Endpoint], list[str]]] = {
+STEP_ARGV_BY_LAUNCHER: Mapping[str, Callable[[JobContext, int, Endpoint], list[str]]] = {
     "srun": tasks_step_argv,
     "torchrun": torchrun_step_argv,
 }

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ddp_hpc.base.errors import UnreadableError
-from ddp_hpc.base.names import few
+from ddp_hpc.base.names import shorten_names
 from ddp_hpc.cluster.rendezvous.links.rounds import ALL_PAIRS_UP_TO
 from ddp_hpc.job.ending import network_probe
 from ddp_hpc.job.ending.best_effort import best_effort, best_effort_diagnosis
@@ -24,7 +24,7 @@ ABSENT_AFTER_S = 75.0
 A directory as this node sees it may be a minute old (nfs(5), "acdirmax", https://man7.org/linux/man-pages/man5/nfs.5.html)."""
 _MOST_NAMED = 8
 
-WATCH_S = 660.0
+WATCH_DURATION_S = 660.0
 """How long to look: longer than the ranks wait for each other."""
 
 
@@ -52,10 +52,10 @@ class JoiningRanks:
             self._has_failed = False
 
     def _name_missing(self, now: float) -> None:
-        if self.context.world.world_size < 2 or (self._began is not None and now - self._began > WATCH_S):
+        if self.context.world.world_size < 2 or (self._began is not None and now - self._began > WATCH_DURATION_S):
             return
         listed = self._absent_ranks(now)
-        if listed is None or self._began is None or now - self._began < NAMED_AFTER_S or self._may_train():
+        if listed is None or self._began is None or now - self._began < NAMED_AFTER_S or self._may_have_all_joined():
             return
         record = read_missing(self.context.run, self.attempt)
         is_listing_fresh = now - self._began >= ABSENT_AFTER_S
@@ -74,9 +74,9 @@ class JoiningRanks:
             with best_effort():
                 write_network(self.context.run, self.attempt, findings)
             nodes = list(dict.fromkeys(node for rank in missing if (node := self.context.node_of(rank)) is not None))
-            sys.stderr.write(f"note: {reach_text(findings, nodes, self.context.nodes[0])}\n")
+            sys.stderr.write(f"note: {reachability_text(findings, nodes, self.context.nodes[0])}\n")
 
-    def _may_train(self) -> bool:
+    def _may_have_all_joined(self) -> bool:
         """Tell whether a recipe's rank zero may report its steps: then all have joined. A script's reports that it was started."""
         try:
             progress = read_progress(self.context.run)
@@ -106,10 +106,10 @@ class JoiningRanks:
             node = self.context.node_of(rank)
             how = "has not started" if rank in absent else "runs, but has not reached rank zero"
             named.append(f"rank {rank}{f' on {node}' if node else ''} (its process {how})")
-        return f"{began} for {few(named, _MOST_NAMED)}; all ranks wait until they have joined"
+        return f"{began} for {shorten_names(named, _MOST_NAMED)}; all ranks wait until they have joined"
 
 
-def reach_text(findings: NetworkFindings, nodes: Sequence[str], zero: str) -> str:
+def reachability_text(findings: NetworkFindings, nodes: Sequence[str], zero: str) -> str:
     """Say whether these nodes reach rank zero's, as a probe found, and what else it found."""
     if findings.is_faulty or findings.problem or not findings.num_pairs:
         return findings.words

@@ -11,13 +11,13 @@ from typing import Literal
 
 from ddp_hpc.base.patience import ask_once
 from ddp_hpc.base.processes import STOP_SIGNALS
-from ddp_hpc.run.requeue import reserve_s
+from ddp_hpc.run.requeue import requeue_reserve_s
 
-ASK_INTERVAL_S = 300.0
+END_QUERY_INTERVAL_S = 300.0
 """How long after one question when the job ends the next one comes."""
-LOOK_S = 5.0
+POLL_INTERVAL_S = 5.0
 """The longest time between two looks."""
-SILENCE_LAG_S = 60.0
+LAG_BEHIND_WATCHDOG_S = 60.0
 """How much later than the workers' own watchdogs this timeout fires: only where theirs could not."""
 
 
@@ -65,19 +65,19 @@ class Monitor:
             return "stop"
         if self.is_out_of_time and had_time:
             return "stop"
-        if self._silent_s(now) > self.hang_timeout_s + SILENCE_LAG_S and not self.is_unresponsive:
+        if self._silent_s(now) > self.hang_timeout_s + LAG_BEHIND_WATCHDOG_S and not self.is_unresponsive:
             self.is_unresponsive = True
             return "end"
         return "stop" if self._has_missed_signal() else ""
 
     def was_just_suspended(self, now: float) -> bool:
         """Tell whether the job was resumed so recently that the workers' watchdogs may have killed them for the suspension."""
-        return self.suspended_until is not None and now - self.suspended_until < SILENCE_LAG_S
+        return self.suspended_until is not None and now - self.suspended_until < LAG_BEHIND_WATCHDOG_S
 
     def patience_s(self, now: float) -> float:
         """Return how long to wait at most before the next look."""
         moment = self._kill_time() if self.is_out_of_time else self._stop_time()
-        return LOOK_S if self.is_cut_short else max(0.0, min(LOOK_S, moment - now))
+        return POLL_INTERVAL_S if self.is_cut_short else max(0.0, min(POLL_INTERVAL_S, moment - now))
 
     def is_stopping_within(self, seconds: float, now: float) -> bool:
         """Tell whether the workers are asked to stop within this time, or have been."""
@@ -87,7 +87,7 @@ class Monitor:
         """Tell whether it is time to stop; ask now and then when the job ends, and in any case before it is time."""
         if self._asked_end_at is None:
             self._asked_end_at = now
-        if now >= self._stop_time() or now - self._asked_end_at >= ASK_INTERVAL_S:
+        if now >= self._stop_time() or now - self._asked_end_at >= END_QUERY_INTERVAL_S:
             self._asked_end_at, known_end = now, self.ends_at
             self.ends_at = self.ask_end() or known_end
             if self.ends_at is not None and self.ends_at != known_end:
@@ -100,7 +100,7 @@ class Monitor:
 
     def _kill_time(self) -> float:
         """Return when the workers are killed, so that the job can be requeued before its time limit."""
-        return inf if self.ends_at is None else self.ends_at - reserve_s(self.lead_s)
+        return inf if self.ends_at is None else self.ends_at - requeue_reserve_s(self.lead_s)
 
     def _has_missed_signal(self) -> bool:
         """Ask once, when the workers handle signals, whether Slurm preempted the job before: it does not signal again."""
@@ -123,7 +123,7 @@ class Monitor:
         for path in self.signs_of_life:
             with suppress(OSError):
                 newest = max(newest, path.stat().st_mtime)
-        since = 0.0 if self._looked_at is None else min(max(now - self._looked_at, 0.0), 2 * LOOK_S)
+        since = 0.0 if self._looked_at is None else min(max(now - self._looked_at, 0.0), 2 * POLL_INTERVAL_S)
         self.silence_s = 0.0 if newest != self._newest_sign or newest > now else self.silence_s + since
         self._newest_sign, self._looked_at = newest, now
         return self.silence_s

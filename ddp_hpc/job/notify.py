@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from ddp_hpc.base.durable import append_json_line, read_json_lines
-from ddp_hpc.base.record import known_record
+from ddp_hpc.base.record import try_read_record
 from ddp_hpc.job.ending.attempt_end import Conclusion
 from ddp_hpc.job.job_context import JobContext
 from ddp_hpc.job.notifier import TIMEOUT_S
@@ -22,9 +22,9 @@ from ddp_hpc.run.spec.launch import NotifyEvent
 PATIENCE_S = 5.0
 """How long a job that goes back into the queue waits for the command: Slurm ends the job, and so the command, when it is requeued."""
 _SLACK_S = 5.0
-_MOST_REASON = 4000
+_MAX_REASON_CHARACTERS = 4000
 """Characters: the kernel limits the length of a variable (execve(2), MAX_ARG_STRLEN)."""
-_ENDED_WELL = frozenset({Ending.FINISHED, Ending.STOPPED, Ending.CANCELLED})
+_GOOD_ENDINGS = frozenset({Ending.FINISHED, Ending.STOPPED, Ending.CANCELLED})
 
 
 @dataclass(kw_only=True)
@@ -53,7 +53,7 @@ class Notifier:
         """Note the first save of an attempt that fails."""
         if not self._is_wanted("save_failed", attempt):
             return
-        progress = known_record(self.context.run.progress, Progress, may_have_nan=True)
+        progress = try_read_record(self.context.run.progress, Progress, may_have_nan=True)
         if progress is not None and progress.attempt == attempt and progress.save_error:
             self._start_command("save_failed", attempt, reason=failed_save(progress.save_error))
 
@@ -62,7 +62,7 @@ class Notifier:
         number, end = conclusion.attempt, conclusion.end
         if end.ending == Ending.FENCED:
             return  # a newer start of the run says what becomes of it
-        if end.ending not in _ENDED_WELL:
+        if end.ending not in _GOOD_ENDINGS:
             self._start_command("failure", number, state=end.ending, reason=end.reason, follows=end.next)
         elif not end.next:
             self._start_command("end", number, state=end.ending, reason=end.reason)
@@ -81,7 +81,7 @@ class Notifier:
             return
         self._seen.add((event, number))
         try:
-            if not self._record_first(event, number):
+            if not self._record_if_first(event, number):
                 return
             environ = {**self.context.environ, **self._variables(event, attempt, **more)}
             self._running.append(
@@ -99,7 +99,7 @@ class Notifier:
         spec = self.context.spec.notify
         return bool(spec.command) and event in spec.on and (event, number) not in self._seen
 
-    def _record_first(self, event: str, number: int) -> bool:
+    def _record_if_first(self, event: str, number: int) -> bool:
         """Write down that the command is started for an event; return False where it was before, also in an earlier job."""
         # First the record, then the command: it is never started twice, and not at all if this process dies in between.
         file = self.context.run.notified
@@ -119,7 +119,7 @@ class Notifier:
             "RUN": context.run.name,
             "RUN_DIR": str(context.run.path),
             "STATE": state,
-            "REASON": reason[:_MOST_REASON],
+            "REASON": reason[:_MAX_REASON_CHARACTERS],
             "NEXT": follows,
             "ATTEMPT": str(attempt),
             "STEP": "" if progress is None else str(progress.step),

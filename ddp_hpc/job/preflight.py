@@ -24,10 +24,10 @@ from ddp_hpc.base.errors import ConfigError, DdpHpcError
 from ddp_hpc.base.record import write_record
 from ddp_hpc.cluster.node_checks.answers import NodeAnswers, NodeNeeds
 from ddp_hpc.cluster.node_checks.checks import findings_of
-from ddp_hpc.cluster.node_checks.facts import facts_of
+from ddp_hpc.cluster.node_checks.facts import parse_facts
 from ddp_hpc.cluster.slurm.allocation import Allocation, read_allocation
 from ddp_hpc.cluster.slurm.hostlist import expand_hostlist
-from ddp_hpc.cluster.slurm.steps import beside_argv
+from ddp_hpc.cluster.slurm.steps import overlap_step_argv
 from ddp_hpc.job.choose_endpoint import rank0_addr
 from ddp_hpc.job.ending import network_probe
 from ddp_hpc.job.ending.best_effort import best_effort, best_effort_diagnosis
@@ -35,14 +35,14 @@ from ddp_hpc.job.job_context import JobContext, Outcome
 from ddp_hpc.job.wire.subprocesses import ask_nodes
 from ddp_hpc.run.run_dir.ledger import Ledger
 from ddp_hpc.run.run_dir.network import NetworkFindings
-from ddp_hpc.run.run_dir.preflight import Preflight
+from ddp_hpc.run.run_dir.preflight import PreflightReport
 
 ANSWER_S, UNPACK_S = 30.0, 300.0
 """How long the nodes may take to start Python and to answer; in an image, which each may have to unpack first."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class NodesQuestion:
+class NodesCheckRequest:
     """What is checked, and how commands run on the nodes."""
 
     allocation: Allocation
@@ -60,7 +60,7 @@ class NodesQuestion:
     asked: NodeNeeds = field(default_factory=NodeNeeds)
 
 
-def examine_nodes(question: NodesQuestion) -> Preflight:
+def examine_nodes(question: NodesCheckRequest) -> PreflightReport:
     """Ask each node once, probe the network between those that answered, and judge."""
     nodes, began, at = question.allocation.node_names, time.monotonic(), time.time()
     make_directories(question.folder)
@@ -74,7 +74,7 @@ def examine_nodes(question: NodesQuestion) -> Preflight:
         is_over=processes.is_stop_pending,
     )
     shutil.rmtree(question.folder, ignore_errors=True)
-    facts = {node: found for node in nodes if (found := facts_of(answered.by_node.get(node))) is not None}
+    facts = {node: found for node in nodes if (found := parse_facts(answered.by_node.get(node))) is not None}
     network: NetworkFindings | None = None
     if len(facts) > 1 and not processes.is_stop_pending():
         with best_effort_diagnosis("the network between the nodes"):
@@ -90,7 +90,7 @@ def examine_nodes(question: NodesQuestion) -> Preflight:
         asked=question.asked,
     )
     seconds = round(time.monotonic() - began, 1)
-    return Preflight(at=at, seconds=seconds, nodes=nodes, findings=findings_of(answers))
+    return PreflightReport(at=at, seconds=seconds, nodes=nodes, findings=findings_of(answers))
 
 
 def check_new_nodes(context: JobContext, attempt: int) -> Outcome | None:
@@ -101,13 +101,13 @@ def check_new_nodes(context: JobContext, attempt: int) -> Outcome | None:
     spec, allocation = context.spec, context.allocation
     if not spec.preflight.enabled or allocation is None:
         return None
-    found: Preflight | None = None
+    found: PreflightReport | None = None
     with best_effort_diagnosis("the nodes before the workers start"):
         ledger = Ledger.read(context.run)
         begun, before = ledger.attempt(attempt), ledger.newest_before(attempt)
         # Only in the first attempt of this start of the job, the nodes are new to the run.
         if not (begun and before and (begun.job_id, begun.restart) == (before.job_id, before.restart)):
-            found = examine_nodes(_make_question(context, attempt, allocation))
+            found = examine_nodes(_make_check_request(context, attempt, allocation))
     if found is None or processes.is_stop_pending():
         return None  # what a check that was cut short found is no reason; the workers' start takes the signal
     with best_effort():
@@ -121,12 +121,12 @@ def check_new_nodes(context: JobContext, attempt: int) -> Outcome | None:
     return outcome_of_findings(found, spec.preflight.on_fail, nodelist=spec.slurm.nodelist or "")
 
 
-def _make_question(context: JobContext, attempt: int, allocation: Allocation) -> NodesQuestion:
+def _make_check_request(context: JobContext, attempt: int, allocation: Allocation) -> NodesCheckRequest:
     spec, world, workload, wrapper = context.spec, context.world, context.workload, context.wrapper
     inputs = [str(path) for path in workload.input_paths(Path.cwd())]
     binds = [bind.partition(":")[0] for bind in spec.container.binds]
-    step = beside_argv(spec, world, cpus_per_worker=workload.cpus_per_worker)
-    return NodesQuestion(
+    step = overlap_step_argv(spec, world, cpus_per_worker=workload.cpus_per_worker)
+    return NodesCheckRequest(
         allocation=allocation,
         folder=context.run.preflight_files(attempt),
         environ={**context.environ, **wrapper.environ},
@@ -138,12 +138,12 @@ def _make_question(context: JobContext, attempt: int, allocation: Allocation) ->
         asked=NodeNeeds(
             cpus_per_node=workload.cpus_per_worker * world.workers_per_node,
             gpus_per_node=spec.resources.num_gpus,
-            open_files=processes.open_files_of(world.world_size),
+            open_files=processes.needed_open_files(world.world_size),
         ),
     )
 
 
-def outcome_of_findings(found: Preflight, on_fail: str, *, nodelist: str = "") -> Outcome | None:
+def outcome_of_findings(found: PreflightReport, on_fail: str, *, nodelist: str = "") -> Outcome | None:
     """Return how an attempt ends of what was found; None where its workers may start."""
     if not found.failures or on_fail == "warn":
         return None
@@ -174,7 +174,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ConfigError(
                 "This process is in no Slurm job, so it has no nodes to check. Run `ddp-hpc doctor --nodes`."
             )
-        question = NodesQuestion(
+        question = NodesCheckRequest(
             allocation=allocation,
             folder=arguments.folder,
             environ=os.environ,

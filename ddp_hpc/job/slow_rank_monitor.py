@@ -12,16 +12,16 @@ from dataclasses import dataclass, field
 from ddp_hpc.base.durable import open_private
 from ddp_hpc.cluster.slow_ranks.alarms import Alarms
 from ddp_hpc.cluster.slow_ranks.judge import SlowRankVerdict, judge
-from ddp_hpc.cluster.slow_ranks.summary import Summary, read_summary, remove_summaries
+from ddp_hpc.cluster.slow_ranks.summary import RankReport, read_report, remove_reports
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import read_progress
-from ddp_hpc.run.run_dir.timeline import Alarm, RanksLook, as_line, record_alarms
+from ddp_hpc.run.run_dir.timeline import RankComparison, SlowRankAlarm, as_line, record_alarms
 
 POLL_S = 1.0
 """How often to look whether rank zero has reported again."""
-CLOSE_S = 2.0
+CLOSE_WAIT_S = 2.0
 """How long the end of an attempt waits for the last line and the removal of the reports."""
-NOTED_SHARE = 0.005
+NOTE_INTERVAL_SHARE = 0.005
 """The time between two noted comparisons grows with the attempt, to this share of its age: the lines of a week are about 1,500."""
 
 
@@ -35,7 +35,7 @@ class SlowRankMonitor:
     clock: Callable[[], float] = time.time
     _turn: int | None = None
     """The look that rank zero has reported last."""
-    _reports: list[Summary] = field(default_factory=list)
+    _reports: list[RankReport] = field(default_factory=list)
     """Of that look, by rank, as far as they have come; all ranks write theirs in this order."""
     _is_judged: bool = False
     _alarms: Alarms = field(init=False)
@@ -59,35 +59,37 @@ class SlowRankMonitor:
         """Look no more, end the alarms, and remove the reports."""
         self._closing.set()
         if self._thread is not None:
-            self._thread.join(CLOSE_S)  # longer where the file system does not answer
+            self._thread.join(CLOSE_WAIT_S)  # longer where the file system does not answer
 
-    def judge_reports(self) -> list[Alarm]:
+    def judge_reports(self) -> list[SlowRankAlarm]:
         """Judge what all ranks have reported of one look, once they have; return what has changed.
 
         Raises:
             OSError: if the file system does not answer now: nothing is known, and the next call tries again.
         """
-        first = read_summary(self.run.launches(self.attempt, 0))
+        first = read_report(self.run.launches(self.attempt, 0))
         if first is None or (self._is_judged and first.turn == self._turn):
             return []
         if first.turn != self._turn:
             self._turn, self._reports, self._is_judged = first.turn, [first], False
         while len(self._reports) < self.world_size:
-            one = read_summary(self.run.launches(self.attempt, len(self._reports)))
+            one = read_report(self.run.launches(self.attempt, len(self._reports)))
             if one is None or one.turn != self._turn:
                 return []  # the ranks after it write later, and all of them are needed
             self._reports.append(one)
         reports, self._is_judged, self._reports = self._reports, True, []
         verdict, now, step = judge(reports), self.clock(), self._newest_step()
-        self._record_look(verdict, now=now, step=step)
+        self._record_comparison(verdict, now=now, step=step)
         return self._alarms.update(verdict, now=now, step=step)
 
-    def _record_look(self, verdict: SlowRankVerdict, *, now: float, step: int | None) -> None:
+    def _record_comparison(self, verdict: SlowRankVerdict, *, now: float, step: int | None) -> None:
         """Add a comparison to the run directory, if the ranks could be compared and there is none that is nearly as new."""
-        if not verdict.lost_s or (self._noted_at and now - self._noted_at < NOTED_SHARE * (now - self._began_at)):
+        if not verdict.lost_s or (
+            self._noted_at and now - self._noted_at < NOTE_INTERVAL_SHARE * (now - self._began_at)
+        ):
             return
         self._noted_at = now
-        look = RanksLook(
+        look = RankComparison(
             attempt=self.attempt,
             at=now,
             step=step,
@@ -104,9 +106,9 @@ class SlowRankMonitor:
         with suppress(OSError):
             self._log_alarms(self._alarms.end_all(now=self.clock(), step=self._newest_step()), is_over=True)
         with suppress(OSError):
-            remove_summaries(self.run, self.attempt)
+            remove_reports(self.run, self.attempt)
 
-    def _log_alarms(self, changed: list[Alarm], *, is_over: bool = False) -> None:
+    def _log_alarms(self, changed: list[SlowRankAlarm], *, is_over: bool = False) -> None:
         for alarm in changed:
             if alarm.ended_at is None:
                 sys.stderr.write(f"warning: {alarm.sentence()}\n")

@@ -22,9 +22,9 @@ from ddp_hpc.run.spec.launch import LaunchSpec
 T = TypeVar("T")
 SLURM_PAUSE_S = 2.0
 """How long to wait before the next try to reach Slurm."""
-END_ANSWER_S = 10.0
+END_QUERY_TIMEOUT_S = 10.0
 """How long to wait for the answer when the job ends: signals to the job wait meanwhile."""
-OTHER_JOB_AFTER_S = 24 * 3600.0
+REUSED_JOB_ID_AFTER_S = 24 * 3600.0
 """A job that ended so long before the run's first attempt is another one: job ids start again after MaxJobId
 (slurm.conf(5))."""
 
@@ -55,7 +55,7 @@ class SlurmJob:
 
     def ends_at(self) -> float | None:
         """Return when Slurm says that the job ends, without a limit one year ahead; its time limit may have changed since it began."""
-        job = self.query_record(timeout_s=END_ANSWER_S)
+        job = self.query_record(timeout_s=END_QUERY_TIMEOUT_S)
         return None if job is None else job.ends_at
 
     def is_preempted(self) -> bool:
@@ -99,7 +99,8 @@ class SlurmJob:
         starts = [
             start
             for start in client.accounting([attempt.job_id], self.environ)
-            if start.ends_at is None or start.ends_at > first - OTHER_JOB_AFTER_S  # an older job had the same number
+            if start.ends_at is None
+            or start.ends_at > first - REUSED_JOB_ID_AFTER_S  # an older job had the same number
         ]
         state = starts[attempt.restart].state if len(starts) > attempt.restart else ""
         return state if states.has_ended(state) or states.parse_state(state) == "requeued" else ""

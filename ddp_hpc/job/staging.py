@@ -21,13 +21,13 @@ from ddp_hpc.cluster.containers import (
     HostPaths,
     command_wrapper,
     container_setup,
+    file_to_stage,
     find_runtime,
     identity_of,
+    is_archive,
     is_name,
-    is_packed,
     missing_sources,
-    refuse_misplaced,
-    staged_source,
+    refuse_unusable_runtime,
 )
 from ddp_hpc.cluster.slurm.allocation import Allocation
 from ddp_hpc.job.wire.subprocesses import ask_nodes
@@ -55,7 +55,7 @@ def stage(spec: LaunchSpec, run: RunDir, allocation: Allocation | None, environ:
     A failure costs time, but does not end the run: the nodes then use the shared one, and the log says so.
     """
     try:
-        source = staged_source(spec)
+        source = file_to_stage(spec)
         if spec.stage.dir is None or source is None or allocation is None:
             return None
         folder = _staging_folder(spec.stage.dir, run, allocation, environ)
@@ -120,7 +120,7 @@ def job_command_wrapper(
     inside = container_setup(spec, run, paths, environ)
     if inside is None:
         return BARE
-    refuse_misplaced(spec, is_for_slurm=is_for_slurm)
+    refuse_unusable_runtime(spec, is_for_slurm=is_for_slurm)
     if not is_name(spec) and not Path(inside.image).exists():
         raise ConfigError(
             f"`container.image` is {inside.image}, but there is no such file or directory on this node. Put the image on a file system that all nodes share."
@@ -142,7 +142,7 @@ def with_staged_paths(wrapper: CommandWrapper, staged: Staged | None, environ: M
     """Return the same with the paths of what was staged, instead of those on the shared file system."""
     if staged is None:
         return wrapper
-    if is_packed(staged.source):
+    if is_archive(staged.source):
         # The unpacked environment's Python finds this ddp_hpc where `unpack` has linked it.
         paths = [str(staged.folder / "import"), *filter(None, [environ.get("PYTHONPATH")])]
         python = str(staged.target / "bin" / "python")

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Literal
 
 from ddp_hpc.base import exit_codes, processes
-from ddp_hpc.base.discretion import is_shown
-from ddp_hpc.base.durable import make_directories, private_mode
+from ddp_hpc.base.discretion import is_env_shown
+from ddp_hpc.base.durable import make_directories, new_file_mode
 from ddp_hpc.base.errors import ConfigError, DdpHpcError
 from ddp_hpc.cluster.containers import HostPaths
 from ddp_hpc.cluster.rendezvous.worker_env import (
@@ -30,22 +30,22 @@ from ddp_hpc.cluster.rendezvous.worker_env import (
     users_environ,
     with_undo_record,
 )
-from ddp_hpc.cluster.slurm.allocation import of_outer_job, read_allocation
+from ddp_hpc.cluster.slurm.allocation import outer_job_variables, read_allocation
 from ddp_hpc.cluster.slurm.directives import sent_options
 from ddp_hpc.job import attempt_start
 from ddp_hpc.job.attempt import run_attempt
 from ddp_hpc.job.ending import last_resort, stale_attempts, takeover
 from ddp_hpc.job.ending.evidence import has_trained
-from ddp_hpc.job.ending.requeue_job import ENDED_BY_USER
+from ddp_hpc.job.ending.requeue_job import USER_END_TEXTS
 from ddp_hpc.job.job_context import JobContext, Outcome, read_context
-from ddp_hpc.job.node.cpus import take_back_cpus
+from ddp_hpc.job.node.cpus import restore_cpu_affinity
 from ddp_hpc.job.node.python_environ import IMPORT_PATH_NAME
 from ddp_hpc.job.notify import Notifier
 from ddp_hpc.job.slurm_job import SlurmJob
 from ddp_hpc.job.staging import job_command_wrapper, stage, unstage, with_staged_paths
 from ddp_hpc.job.workers import make_workers
 from ddp_hpc.run.config.resolve import removed_key_notes
-from ddp_hpc.run.requeue import CONTINUATIONS
+from ddp_hpc.run.requeue import MESSAGE_BY_NEXT
 from ddp_hpc.run.run_dir import ownership
 from ddp_hpc.run.run_dir.ledger import Attempt, Cause, Ledger, Next
 from ddp_hpc.run.run_dir.machine_use import merge_uses, read_uses, use_texts
@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     code = _main(arguments)
     if arguments.guarded:
         return exit_codes.GAVE_UP if code == exit_codes.FAILED else code
-    return exit_codes.FAILED if code == exit_codes.UNDECIDED else code
+    return exit_codes.FAILED if code == exit_codes.RESTART_SUPERVISOR else code
 
 
 def _main(arguments: argparse.Namespace) -> int:
@@ -86,10 +86,10 @@ def _main(arguments: argparse.Namespace) -> int:
         processes.request_stop([os.getpid()])
     job: SlurmJob | None = None
     try:
-        _leave_outer_run(arguments.import_path, is_for_slurm=is_for_slurm)
+        _drop_outer_run_env(arguments.import_path, is_for_slurm=is_for_slurm)
         if is_for_slurm:
             with suppress(OSError):  # there is no log, or the file system has no modes
-                run.console.chmod(private_mode(run.console))  # Slurm has made it by the umask
+                run.console.chmod(new_file_mode(run.console))  # Slurm has made it by the umask
             allocation = read_allocation(os.environ)
             job = SlurmJob(allocation=allocation, environ=os.environ) if allocation else None
         return _run_job(arguments, run, job)
@@ -104,7 +104,7 @@ def _main(arguments: argparse.Namespace) -> int:
         is_runs = not isinstance(error.filename, str) or Path(error.filename).is_relative_to(run.path)
         what = f"the run's directory {run.path}" if is_runs else f"{error.filename} on {socket.gethostname()}"
         sys.stderr.write(f"error: ddp-hpc cannot use {what}: {error}. {then}\n")
-        return exit_codes.FAILED if is_last else exit_codes.UNDECIDED
+        return exit_codes.FAILED if is_last else exit_codes.RESTART_SUPERVISOR
     except Exception as error:  # noqa: BLE001  an error in this program: the ledger has to record it
         return _record_own_failure(run, job, last_resort.print_error(error), is_guarded=arguments.guarded)
 
@@ -125,17 +125,17 @@ def _run_job(arguments: argparse.Namespace, run: RunDir, job: SlurmJob | None) -
             return code
     queued = read_queued_job(run)
     attempts = attempts_of_submission(Ledger.read(run), queued)
-    decision = _why_user_ended(run, job, queued, is_back=bool(attempts))
+    decision = _cause_if_user_ended(run, job, queued, is_back=bool(attempts))
     if arguments.after is None or decision is not None:  # a stop request to the supervisor that died holds for this one
         run.stop_request.unlink(missing_ok=True)
     if decision is not None:
-        reason = f"{ENDED_BY_USER[decision]} while the job waited in the queue"
+        reason = f"{USER_END_TEXTS[decision]} while the job waited in the queue"
         attempt_start.record_unbegun_attempt(run, job, decision, reason, exit_codes.STOPPED)
         sys.stderr.write(f"ended: {reason}\n")
         return exit_codes.STOPPED
     context: JobContext | None = None
     try:
-        context = _context(run, job, is_for_slurm=arguments.cluster == "slurm")
+        context = _prepare_context(run, job, is_for_slurm=arguments.cluster == "slurm")
         here = Path.cwd()
         paths = HostPaths(
             work_dir=here,
@@ -170,14 +170,14 @@ def _run_attempts(context: JobContext, lock_fds: Sequence[int]) -> int:
     notifier = Notifier(context=context)
     try:
         while (conclusion := run_attempt(context, workers, notifier)).end.next == Next.IN_PLACE:
-            sys.stderr.write(f"note: {conclusion.end.reason}; {CONTINUATIONS[Next.IN_PLACE]}\n")
+            sys.stderr.write(f"note: {conclusion.end.reason}; {MESSAGE_BY_NEXT[Next.IN_PLACE]}\n")
             if job is not None and conclusion.is_slurm_away:
                 job.await_answer()
     finally:
         workers.close()
         unstage(staged, context.allocation, context.environ)
     notifier.wait_for_commands(goes_on=bool(conclusion.end.next))
-    last_resort.requeue_in_any_case(context, conclusion)
+    last_resort.carry_out_in_any_case(context, conclusion)
     if not conclusion.end.next:  # a job that goes on is ended by Slurm at any moment from here
         with suppress(OSError):  # it is for readers only
             if use := merge_uses(read_uses(run, conclusion.attempt)):
@@ -192,19 +192,19 @@ def _record_own_failure(run: RunDir, job: SlurmJob | None, reason: str, *, is_gu
         ledger = Ledger.read(run)
         newest = ledger.newest
         if newest is None or newest.ending is not None or newest.pid != os.getpid():
-            attempt_start.record_empty_start(run, job)
+            attempt_start.record_start_without_workers(run, job)
             ledger = Ledger.read(run)
         end = takeover.record_death(run, ledger, job, reason, may_go_on=is_guarded)
     except Exception as error:  # noqa: BLE001  the guardian counts what the ledger cannot
         last_resort.print_error(error)
-        return exit_codes.UNDECIDED
-    return exit_codes.UNDECIDED if end.next else exit_codes.FAILED
+        return exit_codes.RESTART_SUPERVISOR
+    return exit_codes.RESTART_SUPERVISOR if end.next else exit_codes.FAILED
 
 
-def _leave_outer_run(import_path: Sequence[str], *, is_for_slurm: bool) -> None:
+def _drop_outer_run_env(import_path: Sequence[str], *, is_for_slurm: bool) -> None:
     """Take away what a rank of another run was given, from whose script this run was submitted; say where workers import from."""
     if not is_for_slurm:
-        take_back_cpus(os.environ)
+        restore_cpu_affinity(os.environ)
     users = users_environ(os.environ)
     for name in os.environ.keys() - users.keys():
         del os.environ[name]
@@ -213,7 +213,7 @@ def _leave_outer_run(import_path: Sequence[str], *, is_for_slurm: bool) -> None:
         os.environ[IMPORT_PATH_NAME] = os.pathsep.join(import_path)
 
 
-def _context(run: RunDir, job: SlurmJob | None, *, is_for_slurm: bool) -> JobContext:
+def _prepare_context(run: RunDir, job: SlurmJob | None, *, is_for_slurm: bool) -> JobContext:
     """Read what the run asks for; set the variables for every process that is started here, without those of an outer job."""
     context = read_context(run, job)
     spec, workload = context.spec, context.workload
@@ -223,7 +223,7 @@ def _context(run: RunDir, job: SlurmJob | None, *, is_for_slurm: bool) -> JobCon
         sys.stderr.write(f"NCCL logs into {run.nccl_logs}, because `debug.nccl` is {spec.debug.nccl}\n")
         os.environ.update(with_undo_record(libraries, os.environ))  # a variable that the run sets itself wins
     _set_variables(spec.environ)
-    for name in of_outer_job(os.environ, sent_options(spec)) if is_for_slurm else ():
+    for name in outer_job_variables(os.environ, sent_options(spec)) if is_for_slurm else ():
         del os.environ[name]
     if workload.hash_seed is not None and "PYTHONHASHSEED" not in os.environ:
         os.environ.update(with_undo_record({"PYTHONHASHSEED": str(workload.hash_seed)}, os.environ))
@@ -247,7 +247,7 @@ def _set_variables(variables: Mapping[str, str]) -> None:
     """Set the run's own variables, and log them."""
     for name, value in variables.items():
         before = os.environ.get(name)
-        if not is_shown(name):
+        if not is_env_shown(name):
             sys.stderr.write(f"{name} is set by the key `env.{name}`; its value is not shown\n")
             continue
         was = "" if before in (None, value) else f" (it was {before!r})"
@@ -276,7 +276,7 @@ def _lock_run(run: RunDir, job: SlurmJob | None) -> list[int]:
     return []
 
 
-def _why_user_ended(run: RunDir, job: SlurmJob | None, queued: QueuedJob | None, *, is_back: bool) -> Cause | None:
+def _cause_if_user_ended(run: RunDir, job: SlurmJob | None, queued: QueuedJob | None, *, is_back: bool) -> Cause | None:
     """Return whether the user cancelled or stopped the run while its job was in the queue again.
 
     Slurm may requeue a job that is cancelled at the same moment. A request from before the user's newest submission is not
@@ -296,7 +296,7 @@ def _requeue_for_other_nodes(context: JobContext, error: ConfigError) -> int:
     node = context.nodes[:1]  # the supervisor's node
     outcome = Outcome(code=exit_codes.FAILED, reason=reason, avoided_nodes=node)
     conclusion = last_resort.conclude_in_any_case(context, attempt, outcome)
-    last_resort.requeue_in_any_case(context, conclusion)
+    last_resort.carry_out_in_any_case(context, conclusion)
     return conclusion.end.exit_code
 
 

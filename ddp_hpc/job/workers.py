@@ -12,7 +12,7 @@ from typing import Any
 
 from ddp_hpc.base import exit_codes, processes
 from ddp_hpc.job.job_context import JobContext
-from ddp_hpc.job.launcher import STEP_COMMANDS, agent_argv, agents_step_argv
+from ddp_hpc.job.launcher import STEP_ARGV_BY_LAUNCHER, agent_argv, agents_step_argv
 from ddp_hpc.job.wire import subprocesses
 from ddp_hpc.job.wire.control_channel import ControlChannel
 from ddp_hpc.job.wire.endpoint import Endpoint
@@ -21,11 +21,11 @@ from ddp_hpc.run.run_dir.failure_reports import first_failure
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import ask_to_stop, take_rank_zero_exit
 
-LEAVE_S = 15.0
+REPORT_TIMEOUT_S = 15.0
 """How long other nodes may take to report, after one has reported a failure or the agents were ordered to end."""
 
-_KILLED_BY_STOP_SIGNAL = frozenset(
-    code for number in (*processes.STOP_SIGNALS, *processes.INTERRUPTIONS) for code in (128 + number, -number)
+_STOP_SIGNAL_EXIT_CODES = frozenset(
+    code for number in (*processes.STOP_SIGNALS, *processes.INTERRUPT_SIGNALS) for code in (128 + number, -number)
 )
 """Exit codes of a step whose processes a stop signal killed. It kills only processes without handlers: their Python has
 just started, so no training had begun."""
@@ -34,7 +34,7 @@ just started, so no training had begun."""
 class Workers(ABC):
     """All workers of a run, on all its nodes, for one attempt after another."""
 
-    def __init__(self, *, lock_fds: Sequence[int], leave_s: float = LEAVE_S) -> None:
+    def __init__(self, *, lock_fds: Sequence[int], leave_s: float = REPORT_TIMEOUT_S) -> None:
         self._lock_fds, self._leave_s = lock_fds, leave_s
         self._attempt = -1
         self._deadline: float | None = None
@@ -114,10 +114,10 @@ class AgentWorkers(Workers):
             return self._joint_code()
         if is_over:
             self.step_code = self._step.code
-            silent_code = _code_of_silent(self._step.code, is_ours=self._deadline is not None)
+            silent_code = _code_of_silent_workers(self._step.code, is_ours=self._deadline is not None)
             self._disconnect()
             return self._joint_code(silent_code)
-        if any(code not in exit_codes.GOOD for code in self._codes.values()):
+        if any(code not in exit_codes.GOOD_CODES for code in self._codes.values()):
             self.end()
         if self._deadline is not None and time.monotonic() >= self._deadline:
             self._is_forced = True
@@ -236,7 +236,7 @@ class TaskWorkers(Workers):
                 self.end()
             return None
         self.step_code = code
-        silent_code = _code_of_silent(code, is_ours=self._deadline is not None)
+        silent_code = _code_of_silent_workers(code, is_ours=self._deadline is not None)
         return _code_of_step(self._run, self._attempt, code, silent_code=silent_code)
 
     def close(self) -> None:
@@ -246,9 +246,9 @@ class TaskWorkers(Workers):
             self._step.await_end(self._leave_s)
 
 
-def _code_of_silent(code: int | None, *, is_ours: bool) -> int:
+def _code_of_silent_workers(code: int | None, *, is_ours: bool) -> int:
     """Return the code for workers that reported nothing when their step ended; `is_ours` where this process ended it."""
-    return exit_codes.STOPPED_EARLY if code in _KILLED_BY_STOP_SIGNAL and not is_ours else exit_codes.FAILED
+    return exit_codes.STOPPED_BEFORE_START if code in _STOP_SIGNAL_EXIT_CODES and not is_ours else exit_codes.FAILED
 
 
 def _code_of_step(run: RunDir, attempt: int, code: int, *, silent_code: int) -> int:
@@ -266,7 +266,9 @@ def _code_of_step(run: RunDir, attempt: int, code: int, *, silent_code: int) -> 
 
 def make_workers(context: JobContext, lock_fds: Sequence[int]) -> Workers:
     """Return what starts the workers of this launcher."""
-    if context.is_for_slurm and context.spec.launcher in STEP_COMMANDS:
-        return TaskWorkers(context.run, partial(STEP_COMMANDS[context.spec.launcher], context), lock_fds=lock_fds)
+    if context.is_for_slurm and context.spec.launcher in STEP_ARGV_BY_LAUNCHER:
+        return TaskWorkers(
+            context.run, partial(STEP_ARGV_BY_LAUNCHER[context.spec.launcher], context), lock_fds=lock_fds
+        )
     argv = agents_step_argv(context) if context.is_for_slurm else agent_argv(context)
     return AgentWorkers(argv, num_nodes=context.world.num_nodes, lock_fds=lock_fds)

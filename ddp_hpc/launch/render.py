@@ -16,7 +16,7 @@ from ddp_hpc.cluster.slurm.directives import directives
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.spec import RunSpec
 
-TEMPLATE = "ddp.sbatch.j2"
+TEMPLATE_NAME = "ddp.sbatch.j2"
 
 
 def render(
@@ -42,14 +42,14 @@ def render(
         "run": run.path,
         "requeue": spec.slurm.requeue,
         "gave_up_file": run.gave_up,
-        "guard_pauses": " ".join(map(str, exit_codes.GUARD_PAUSES_S)),
+        "guard_pauses": " ".join(map(str, exit_codes.GUARD_RESTART_PAUSES_S)),
         "decisions": " | ".join(str(code) for code in exit_codes.DECISIONS if code != exit_codes.GAVE_UP),
         "gave_up": exit_codes.GAVE_UP,
         "failed": exit_codes.FAILED,
         "spec": spec,
     }
     # Path.expanduser raises an error for `~nobody`.
-    template = packaged_template(TEMPLATE) if users is None else Path(os.path.expanduser(users))  # noqa: PTH111
+    template = packaged_template_path(TEMPLATE_NAME) if users is None else Path(os.path.expanduser(users))  # noqa: PTH111
     return render_template(template, spec, options, values)
 
 
@@ -76,7 +76,7 @@ def render_template(path: Path, spec: RunSpec, options: Mapping[str, str | None]
     return text
 
 
-def packaged_template(name: str) -> Path:
+def packaged_template_path(name: str) -> Path:
     """Return one of our templates: beside the package in a checkout, inside it once installed."""
     package = Path(__file__).parents[1]
     installed, checkout = package / "sbatch_templates" / name, package.parent / "sbatch_templates" / name

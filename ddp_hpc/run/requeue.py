@@ -7,21 +7,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ddp_hpc.run.run_dir.ledger import Attempt, Cause, End, Ending, Next, Root
+from ddp_hpc.run.run_dir.ledger import Attempt, Cause, End, Ending, Next, RootFailure
 from ddp_hpc.run.spec.launch import RestartSpec
 
-SLURMS_SLOP_S = 60.0
+SLURM_SIGNAL_EARLY_S = 60.0
 """How much earlier than asked Slurm may send the signal of `--signal` (sbatch(1))."""
-_SAVES_A_LEAD = 2
+_NUM_SAVES_IN_LEAD = 2
 """How many saves have to fit: one that has just begun is finished first."""
 _EXIT_S = 5.0
 """For the ranks to agree on a step, and the processes to exit."""
 
-_RESERVE_S = 15.0
+_REQUEUE_RESERVE_S = 15.0
 
 
 @dataclass(frozen=True)
-class RequeueRow:
+class RequeueRule:
     """What follows one cause."""
 
     ending: Ending
@@ -31,31 +31,31 @@ class RequeueRow:
     """Whether it counts as a failure, for the limit on failures in a row without a new checkpoint."""
 
 
-TABLE: Mapping[Cause, RequeueRow] = {
-    Cause.FINISHED: RequeueRow(Ending.FINISHED, Next.NOTHING),
-    Cause.REFUSED: RequeueRow(Ending.REFUSED, Next.NOTHING),
-    Cause.CANCELLED: RequeueRow(Ending.CANCELLED, Next.NOTHING),
-    Cause.FENCED: RequeueRow(Ending.FENCED, Next.NOTHING),
-    Cause.STOP_ASKED: RequeueRow(Ending.STOPPED, Next.NOTHING),
-    Cause.REQUEUE_ASKED: RequeueRow(Ending.STOPPED, Next.REQUEUE),
-    Cause.SCRIPT_ASKED: RequeueRow(Ending.STOPPED, Next.REQUEUE, is_failure=True),
-    Cause.PREEMPTED: RequeueRow(Ending.STOPPED, Next.REQUEUE),
-    Cause.TIME_LIMIT: RequeueRow(Ending.STOPPED, Next.REQUEUE, is_failure=True),
-    Cause.WORKER_CRASHED: RequeueRow(Ending.FAILED, Next.IN_PLACE, is_failure=True),
-    Cause.HANG: RequeueRow(Ending.FAILED, Next.IN_PLACE, is_failure=True),
-    Cause.NODE_FAILED: RequeueRow(Ending.FAILED, Next.REQUEUE, is_failure=True),
-    Cause.DIVERGED: RequeueRow(Ending.FAILED, Next.NOTHING),
-    Cause.RANKS_DIFFER: RequeueRow(Ending.FAILED, Next.IN_PLACE, is_failure=True),
-    Cause.NOT_SAVED: RequeueRow(Ending.FAILED, Next.NOTHING),
-    Cause.UNEXPLAINED: RequeueRow(Ending.FAILED, Next.REQUEUE, is_failure=True),
-    Cause.SUPERVISOR_DIED: RequeueRow(Ending.FAILED, Next.IN_PLACE, is_failure=True),
-    Cause.SUSPENDED: RequeueRow(Ending.FAILED, Next.IN_PLACE),
-    Cause.PREFLIGHT: RequeueRow(Ending.FAILED, Next.NOTHING),
+RULES: Mapping[Cause, RequeueRule] = {
+    Cause.FINISHED: RequeueRule(Ending.FINISHED, Next.NOTHING),
+    Cause.REFUSED: RequeueRule(Ending.REFUSED, Next.NOTHING),
+    Cause.CANCELLED: RequeueRule(Ending.CANCELLED, Next.NOTHING),
+    Cause.FENCED: RequeueRule(Ending.FENCED, Next.NOTHING),
+    Cause.STOP_ASKED: RequeueRule(Ending.STOPPED, Next.NOTHING),
+    Cause.REQUEUE_ASKED: RequeueRule(Ending.STOPPED, Next.REQUEUE),
+    Cause.SCRIPT_ASKED: RequeueRule(Ending.STOPPED, Next.REQUEUE, is_failure=True),
+    Cause.PREEMPTED: RequeueRule(Ending.STOPPED, Next.REQUEUE),
+    Cause.TIME_LIMIT: RequeueRule(Ending.STOPPED, Next.REQUEUE, is_failure=True),
+    Cause.WORKER_CRASHED: RequeueRule(Ending.FAILED, Next.IN_PLACE, is_failure=True),
+    Cause.HANG: RequeueRule(Ending.FAILED, Next.IN_PLACE, is_failure=True),
+    Cause.NODE_FAILED: RequeueRule(Ending.FAILED, Next.REQUEUE, is_failure=True),
+    Cause.DIVERGED: RequeueRule(Ending.FAILED, Next.NOTHING),
+    Cause.RANKS_DIFFER: RequeueRule(Ending.FAILED, Next.IN_PLACE, is_failure=True),
+    Cause.NOT_SAVED: RequeueRule(Ending.FAILED, Next.NOTHING),
+    Cause.UNEXPLAINED: RequeueRule(Ending.FAILED, Next.REQUEUE, is_failure=True),
+    Cause.SUPERVISOR_DIED: RequeueRule(Ending.FAILED, Next.IN_PLACE, is_failure=True),
+    Cause.SUSPENDED: RequeueRule(Ending.FAILED, Next.IN_PLACE),
+    Cause.PREFLIGHT: RequeueRule(Ending.FAILED, Next.NOTHING),
 }
 """A preemption is not a failure of the run, so it does not count. A time limit counts: a run that cannot commit between two
 time limits never will. A script that asks to be started again counts for the same reason."""
 
-CONTINUATIONS: Mapping[Next, str] = {
+MESSAGE_BY_NEXT: Mapping[Next, str] = {
     Next.IN_PLACE: "ddp-hpc starts the workers again",
     Next.REQUEUE: "the job goes back into the queue, and the next attempt begins when it starts again",
     Next.SUCCESSOR: "the run continues in a new job, which starts after this one",
@@ -65,7 +65,7 @@ CONTINUATIONS: Mapping[Next, str] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Situation:
+class DecisionInputs:
     """All that the decision depends on."""
 
     cause: Cause
@@ -111,7 +111,7 @@ class Decision:
     why: str = ""
     """Why there is no next attempt, where one might be expected."""
 
-    def end(self, *reasons: str, **of_attempt: Any) -> End:
+    def make_end(self, *reasons: str, **of_attempt: Any) -> End:
         """Return the end of an attempt that this decision follows, with the reasons for it, and more fields of `End`."""
         return End(
             ending=self.ending,
@@ -123,9 +123,9 @@ class Decision:
         )
 
 
-def decide_next(situation: Situation, policy: RestartSpec) -> Decision:
+def decide_next(situation: DecisionInputs, policy: RestartSpec) -> Decision:
     """Return what follows an attempt."""
-    row = TABLE[situation.cause]
+    row = RULES[situation.cause]
     ending = Ending.STOPPED if situation.is_committed and row.next == Next.REQUEUE else row.ending
     if situation.is_requeued_by_slurm and row.next:
         return Decision(ending=ending, next=Next.SLURM, exclude=tuple(situation.bad_nodes))
@@ -137,7 +137,7 @@ def decide_next(situation: Situation, policy: RestartSpec) -> Decision:
     if not row.next or not (situation.is_on_slurm or goes_on_here):
         has_failed = situation.cause == Cause.STOP_ASKED and not situation.has_obeyed
         return Decision(ending=Ending.FAILED if has_failed else row.ending)
-    if why := why_last(situation, policy):
+    if why := why_run_ends(situation, policy):
         return Decision(ending=Ending.FAILED, why=why)
     is_worth_trying = not situation.has_no_report or situation.num_without_progress <= 1
     is_right_here = row.next == Next.IN_PLACE and not situation.bad_nodes and policy.in_place and is_worth_trying
@@ -152,7 +152,7 @@ def decide_next(situation: Situation, policy: RestartSpec) -> Decision:
     return Decision(ending=ending, next=Next(policy.by), exclude=tuple(sorted({*situation.bad_nodes, *lost})))
 
 
-def why_last(situation: Situation, policy: RestartSpec) -> str:
+def why_run_ends(situation: DecisionInputs, policy: RestartSpec) -> str:
     """Return why a failure ends the run; empty where another attempt may follow."""
     if situation.fails_again and situation.cause == Cause.WORKER_CRASHED:
         return (
@@ -171,48 +171,48 @@ def why_last(situation: Situation, policy: RestartSpec) -> str:
             "over and the run ends (`restart.max_no_progress`); correct the cause, have the script load what it has saved, and submit the run again"
         )
     count = situation.num_without_progress
-    if not TABLE[situation.cause].is_failure or count < policy.max_no_progress:
+    if not RULES[situation.cause].is_failure or count < policy.max_no_progress:
         return ""
     attempts = "1 attempt" if count == 1 else f"{count} attempts in a row"
     return f"{attempts} {situation.without_progress}, so the run ends (`restart.max_no_progress`); correct the cause, and submit the run again"
 
 
-def reserve_s(lead_s: float) -> float:
+def requeue_reserve_s(lead_s: float) -> float:
     """Return how long before the time limit the last worker has to have exited.
 
     The supervisor needs this time to kill workers that do not exit, to ask Slurm, and to requeue the job. Where a node does not
     answer, that lasts longer: Slurm 22.05 requeues a job until KillWait after its limit, but only if a process of the job asks for it.
     """
-    return min(_RESERVE_S, lead_s / 3)
+    return min(_REQUEUE_RESERVE_S, lead_s / 3)
 
 
 def lead_problem(*, lead_s: float, time_limit_min: float | None, save_s: float | None) -> str | None:
     """Return why `slurm.signal_lead_s` is too short to save, or leaves no time to train; None where it is right."""
-    needed_s = 0.0 if save_s is None else _SAVES_A_LEAD * save_s + _EXIT_S
-    if save_s is not None and lead_s - reserve_s(lead_s) < needed_s:
-        least = int(needed_s + min(_RESERVE_S, needed_s / 2)) + 1
+    needed_s = 0.0 if save_s is None else _NUM_SAVES_IN_LEAD * save_s + _EXIT_S
+    if save_s is not None and lead_s - requeue_reserve_s(lead_s) < needed_s:
+        least = int(needed_s + min(_REQUEUE_RESERVE_S, needed_s / 2)) + 1
         return (
             f"`slurm.signal_lead_s` is {lead_s:g}, but a checkpoint of this run takes {save_s:.0f} s: Slurm may kill the "
             f"job in the middle of its last one. Set it to {least} or more."
         )
     # Slurm looks only every 30 s, so its signal may come a minute earlier:
     # https://slurm.schedmd.com/sbatch.html#OPT_signal
-    if time_limit_min is not None and time_limit_min * 60 <= lead_s + SLURMS_SLOP_S:
+    if time_limit_min is not None and time_limit_min * 60 <= lead_s + SLURM_SIGNAL_EARLY_S:
         return (
             f"`resources.time_limit_min` is {time_limit_min:g}, but the run is asked to stop {lead_s:g} s before the limit, and "
-            f"Slurm may ask {SLURMS_SLOP_S:g} s earlier: this leaves no time to train. Lower `slurm.signal_lead_s`, or ask for more time."
+            f"Slurm may ask {SLURM_SIGNAL_EARLY_S:g} s earlier: this leaves no time to train. Lower `slurm.signal_lead_s`, or ask for more time."
         )
     return None
 
 
 def stop_within_problem(*, stop_within_s: float, lead_s: float) -> str | None:
     """Return why a script does not get the time to save that it may need before a time limit; None where it does."""
-    left_s = lead_s - reserve_s(lead_s)
+    left_s = lead_s - requeue_reserve_s(lead_s)
     if stop_within_s <= left_s:
         return None
     return (
         f"`script.stop_within_s` is {stop_within_s:g}, but before the time limit the script has only {left_s:g} s to save, because "
-        f"`slurm.signal_lead_s` is {lead_s:g}. If it may need longer, set that to {stop_within_s + _RESERVE_S:g}; otherwise lower `script.stop_within_s`."
+        f"`slurm.signal_lead_s` is {lead_s:g}. If it may need longer, set that to {stop_within_s + _REQUEUE_RESERVE_S:g}; otherwise lower `script.stop_within_s`."
     )
 
 
@@ -231,13 +231,15 @@ def num_without_progress(attempts: Sequence[Attempt], newest_step: int, cause: C
         ended_of = cause if index == 0 else attempt.cause or Cause.UNEXPLAINED
         # An earlier attempt that started no workers, because of nodes that had failed before, does not count, unless
         # the attempt before it started none, too: otherwise such attempts would follow each other without an end.
-        only_avoided = index > 0 and _avoided(attempt) and not any(map(_avoided, newest_first[index + 1 : index + 2]))
-        count += TABLE[ended_of].is_failure and not only_avoided
+        only_avoided = (
+            index > 0 and _avoids_nodes(attempt) and not any(map(_avoids_nodes, newest_first[index + 1 : index + 2]))
+        )
+        count += RULES[ended_of].is_failure and not only_avoided
         step_after = attempt.first_step
     return count
 
 
-def repeated_sample(attempts: Sequence[Attempt], root: Root, newest_step: int) -> str:
+def repeated_sample(attempts: Sequence[Attempt], root: RootFailure, newest_step: int) -> str:
     """Return the sample of which the newest attempt failed as the one before it; empty where that is not proved.
 
     Both failures have to be proved to last, of one fingerprint, one entity and one version of it; the newest attempt has to
@@ -256,7 +258,7 @@ def repeated_sample(attempts: Sequence[Attempt], root: Root, newest_step: int) -
     return root.entity if is_same and lasts and is_next and is_without_progress and is_no_later else ""
 
 
-def num_alike(attempts: Sequence[Attempt], root: Root, newest_step: int, *, now: float) -> int:
+def num_alike(attempts: Sequence[Attempt], root: RootFailure, newest_step: int, *, now: float) -> int:
     """Return how many attempts in a row crashed as the newest did: with the same failure, after as many saves and about as much time.
 
     A script that starts over each time saves the same files anew, so that these change. One that goes on meets a rare failure at other times.
@@ -272,7 +274,7 @@ def num_alike(attempts: Sequence[Attempt], root: Root, newest_step: int, *, now:
     return len(times)
 
 
-def _avoided(attempt: Attempt) -> bool:
+def _avoids_nodes(attempt: Attempt) -> bool:
     """Tell whether an attempt started no workers because of nodes that had failed before: no node failed in it."""
     return attempt.cause == Cause.NODE_FAILED and not attempt.failed_nodes
 

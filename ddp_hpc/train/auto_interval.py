@@ -12,7 +12,7 @@ from functools import partial
 from statistics import median
 
 from ddp_hpc.cluster.slow_ranks.summary import Phases
-from ddp_hpc.run.checkpoints.past_saves import Past
+from ddp_hpc.run.checkpoints.past_saves import PastSaves
 from ddp_hpc.run.checkpoints.save_interval import (
     ASSUMED_STALL_S,
     SaveCosts,
@@ -25,13 +25,13 @@ from ddp_hpc.run.spec import CheckpointSpec
 
 log = logging.getLogger(__name__)
 
-_NOT_STEPS = ("checkpoint", "evaluation")
-_NEWEST_SAVES = 5
+_NON_STEP_PHASES = ("checkpoint", "evaluation")
+_NUM_NEWEST_SAVES = 5
 """The middle one of so many stalls and writes counts: one slow save changes nothing, three do."""
-_NEWEST_SPEEDS = 64
+_NUM_NEWEST_SPEEDS = 64
 """The speed is that of the time between so many exchanges of the ranks: half a minute, or 64 steps where they are long."""
 
-_LEAST_S = 1.0
+_MIN_MEASURED_S = 1.0
 """Steps that took less together do not show how long one takes."""
 
 
@@ -40,7 +40,7 @@ class AutoInterval:
     """The interval of one attempt; made when its training begins."""
 
     keys: CheckpointSpec
-    past: Past
+    past: PastSaves
     """What earlier attempts say."""
     _: KW_ONLY
     phases: Callable[[], Phases]
@@ -52,13 +52,13 @@ class AutoInterval:
     _saved_at: float = 0.0
     _num_saves: int = 0
     _num_written: int = 0
-    _speeds: deque[tuple[int, float]] = field(default_factory=partial(deque, maxlen=_NEWEST_SPEEDS))
+    _speeds: deque[tuple[int, float]] = field(default_factory=partial(deque, maxlen=_NUM_NEWEST_SPEEDS))
     _chosen: SaveInterval | None = None
 
     def __post_init__(self) -> None:
         self._began_at = self.clock()
-        self._stalls = deque(self.past.stalls_s, maxlen=_NEWEST_SAVES)
-        self._writes = deque(self.past.writes_s, maxlen=_NEWEST_SAVES)
+        self._stalls = deque(self.past.stalls_s, maxlen=_NUM_NEWEST_SAVES)
+        self._writes = deque(self.past.writes_s, maxlen=_NUM_NEWEST_SAVES)
 
     @contextmanager
     def measure_stall(self, step: int) -> Iterator[None]:
@@ -118,11 +118,11 @@ class AutoInterval:
         phases = self.phases()
         if phases.num_steps == 0:
             return None
-        trained_s = sum(seconds for name, seconds in phases.seconds.items() if name not in _NOT_STEPS)
+        trained_s = sum(seconds for name, seconds in phases.seconds.items() if name not in _NON_STEP_PHASES)
         if not self._speeds or phases.num_steps > self._speeds[-1][0]:
             self._speeds.append((phases.num_steps, trained_s))
         (before, then), (now, here) = self._speeds[0], self._speeds[-1]
-        return (here - then) / (now - before) if here - then >= _LEAST_S else None
+        return (here - then) / (now - before) if here - then >= _MIN_MEASURED_S else None
 
     def _costs(self) -> SaveCosts:
         now, past = self.clock(), self.past

@@ -11,11 +11,11 @@ from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.run.config.yaml_text import read_yaml
 from ddp_hpc.run.run_dir.differences import Difference
 from ddp_hpc.run.run_dir.paths import RunDir
-from ddp_hpc.run.run_dir.replays import CHANGES_NO_NUMBER, AttemptInputs, read_inputs
+from ddp_hpc.run.run_dir.replays import NUMERICALLY_NEUTRAL_KEYS, AttemptInputs, read_inputs
 from ddp_hpc.run.run_dir.software_versions import cpu_name
 
 
-def not_comparable(run: RunDir, before: Difference, *, attempt: int, world_size: int, processor: str) -> str:
+def why_not_comparable(run: RunDir, before: Difference, *, attempt: int, world_size: int, processor: str) -> str:
     """Return what this attempt computes with that the attempt of a difference had not; empty if both have the same."""
     num = len(before.digests)
     if num != world_size:
@@ -53,4 +53,4 @@ def what_differs(before: AttemptInputs | None, after: AttemptInputs | None) -> s
 def _settings(config: str) -> Mapping[str, Any]:
     """Return the sections of a configuration that may change a number."""
     found = read_yaml(config, "the configuration of an attempt") or {}
-    return {key: value for key, value in found.items() if key not in CHANGES_NO_NUMBER}
+    return {key: value for key, value in found.items() if key not in NUMERICALLY_NEUTRAL_KEYS}

@@ -26,7 +26,7 @@ from ddp_hpc.run.run_dir.differences import (
     FINITE,
     NOT_FINITE,
     Difference,
-    Sample,
+    TensorSample,
     judge_by_repetition,
     judge_by_vote,
     read_differences,
@@ -34,7 +34,7 @@ from ddp_hpc.run.run_dir.differences import (
 )
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.replays import record_digest
-from ddp_hpc.train.comparable_attempts import not_comparable, processor_of
+from ddp_hpc.train.comparable_attempts import processor_of, why_not_comparable
 from ddp_hpc.train.process_group import Group
 from ddp_hpc.train.save_plan import NO_STEP
 from ddp_hpc.train.state import digests, training_state
@@ -47,12 +47,12 @@ _MOST_NAMED = 20
 _MOST_SAMPLED, _MOST_PLACES = 4, 64
 """Of how many of them, and of how many of their elements, the values are recorded."""
 _WORD_BYTES = 8
-_PART = 1 << 24
+_CHUNK_ELEMENTS = 1 << 24
 """Elements that the ranks compare at a time."""
 
 
 @dataclass
-class Replicas:
+class ReplicaCheck:
     """The ranks' copies of the training state, as one rank sees them."""
 
     run: RunDir
@@ -89,7 +89,7 @@ class Replicas:
         if self.every_steps is None or step == self._compared:
             return
         if self._open is None:
-            self._read_open()
+            self._find_disputed_steps()
         self._compared = step
         self.next_step = min(
             (step // self.every_steps + 1) * self.every_steps, *(one for one in self._open_steps if one > step), NO_STEP
@@ -99,11 +99,11 @@ class Replicas:
         mine = digests.digests_of_tensors(compared)
         found = self.group.gather_digests(digests.combined_digest(mine))
         if len(set(found)) > 1:
-            self._end(step, found, mine, state)
+            self._end_attempt(step, found, mine, state)
         if self.group.rank_info.is_rank_zero:
             self._record_agreed(step, found[0], state)
 
-    def _read_open(self) -> None:
+    def _find_disputed_steps(self) -> None:
         """Find the steps after which an earlier attempt's ranks differed, the same on all ranks: they are compared again."""
         self._open = []
         steps: list[int] = []
@@ -128,16 +128,16 @@ class Replicas:
     def _record_agreed(self, step: int, digest: str, state: TrainingState) -> None:
         """Record the digest, and who was wrong where earlier attempts' ranks differed after this step."""
         world_size = self.group.rank_info.world_size
-        with self._errors_logged():
+        with self._log_errors():
             record_digest(self.run, attempt=self.attempt, step=step, world_size=world_size, digest=digest)
             for one in [one for one in self._open or () if one.step == step]:
                 self._open = [other for other in self._open or () if other is not one]
-                self.conclude(one, digest, _values_at(state, one.samples))
+                self.record_verdict(one, digest, _values_at(state, one.samples))
 
-    def conclude(self, one: Difference, digest: str, values: Mapping[str, Sequence[float]]) -> None:
+    def record_verdict(self, one: Difference, digest: str, values: Mapping[str, Sequence[float]]) -> None:
         """Record what this attempt, which has computed the step again, says of an earlier one's difference."""
         group, attempt = self.group, self.attempt
-        different = not_comparable(
+        different = why_not_comparable(
             self.run, one, attempt=attempt, world_size=group.rank_info.world_size, processor=processor_of(group.device)
         )
         concluded = judge_by_repetition(one, attempt, digest, values, not_comparable=different)
@@ -148,28 +148,28 @@ class Replicas:
 
     # --- a difference ---
 
-    def _end(self, step: int, found: Sequence[str], mine: dict[str, int], state: TrainingState) -> None:
+    def _end_attempt(self, step: int, found: Sequence[str], mine: dict[str, int], state: TrainingState) -> None:
         """Tell all ranks what differs, once the checkpoint that is being written is committed; it was equal everywhere."""
         self.wait_for_save()
-        named = training_state.tensors_of_all(state)
+        named = training_state.replicated_tensors(state)
         tensors = {name: [mine[name], [*one.shape], str(one.dtype)] for name, one in named.items()}
-        reports = self._reports(tensors=tensors)
+        reports = self._gather_reports(tensors=tensors)
         names = digests.differing_tensors([one["tensors"] for one in reports])
         # Ranks without a tensor, or with one of another shape, could not take part in a comparison of its elements.
-        sampled = [] if _mismatch_of_kinds(names, reports) else names[:_MOST_SAMPLED]
+        sampled = [] if _shape_or_dtype_mismatch(names, reports) else names[:_MOST_SAMPLED]
         samples = [
-            self._sample(name, named[name])
+            self._differing_values(name, named[name])
             for name in self.group.broadcast_through_store(f"replicas/{step}/sampled", sampled)
         ]
         text = self._explain(step, found, reports, names, samples) if self.group.rank_info.is_rank_zero else None
         raise RanksDifferError(self.group.broadcast_last_word(f"replicas/{step}/message", text))
 
-    def _sample(self, name: str, tensor: Tensor) -> Sample:
+    def _differing_values(self, name: str, tensor: Tensor) -> TensorSample:
         """Return the first elements of a tensor that are not equal on all ranks; on rank zero, with the values of all."""
         flat = tensor.detach().reshape(-1).resolve_conj().resolve_neg().cpu()
         places: list[int] = []
-        for begin in range(0, flat.numel(), _PART):
-            part = _as_numbers(flat[begin : begin + _PART])
+        for begin in range(0, flat.numel(), _CHUNK_ELEMENTS):
+            part = _bits_as_integers(flat[begin : begin + _CHUNK_ELEMENTS])
             least, most = part.clone(), part.clone()
             dist.all_reduce(least, dist.ReduceOp.MIN)
             dist.all_reduce(most, dist.ReduceOp.MAX)
@@ -179,7 +179,7 @@ class Replicas:
                 break
         places = places[:_MOST_PLACES]
         values = self.group.gather_on_rank_zero(_floats(flat, places))
-        return Sample(tensor=name, places=tuple(places), values=tuple(map(tuple, values)))
+        return TensorSample(tensor=name, places=tuple(places), values=tuple(map(tuple, values)))
 
     def _explain(
         self,
@@ -187,21 +187,21 @@ class Replicas:
         found: Sequence[str],
         reports: Sequence[dict[str, Any]],
         names: Sequence[str],
-        samples: Sequence[Sample],
+        samples: Sequence[TensorSample],
     ) -> str:
         """Record the difference, and return the message of all ranks."""
         tensors = tuple(names[:_MOST_NAMED]) or ("the names of the tensors",)
-        unlike = _mismatch_of_kinds(names, reports)
+        unlike = _shape_or_dtype_mismatch(names, reports)
         newest = judge_by_vote(
             self._difference(
                 step, found, reports, tensors=tensors, num_tensors=len(names), samples=tuple(samples), unlike=unlike
             )
         )
-        with self._errors_logged():
+        with self._log_errors():
             write_difference(self.run, newest)
         return message_on_difference(self.run, newest)
 
-    def _reports(self, **own: Any) -> list[dict[str, Any]]:
+    def _gather_reports(self, **own: Any) -> list[dict[str, Any]]:
         """Return on rank zero what each rank has, and where it computes."""
         here = {"host": host_name(), "processor": processor_of(self.group.device)}
         return self.group.gather_on_rank_zero({**here, **own})
@@ -236,15 +236,15 @@ class Replicas:
                 self._open_losses = [one for one in known if one.of_loss and one.repeated_in is None]
             for one in [one for one in self._open_losses if one.step == step]:
                 self._open_losses.remove(one)
-                self.conclude(one, FINITE, {})
+                self.record_verdict(one, FINITE, {})
 
-    def where_losses_began(self, step: int, *, is_mine: bool) -> str:
+    def nonfinite_ranks_text(self, step: int, *, is_mine: bool) -> str:
         """Return on which ranks the losses began not to be finite, after `step`, as the end of a sentence; empty if on all.
 
         All ranks call this before a training ends as diverged. Another attempt may have to compute the step again: then they end with the
         same RanksDifferError.
         """
-        found, answer = self._reports(bad=is_mine), ["", ""]
+        found, answer = self._gather_reports(bad=is_mine), ["", ""]
         if found and not all(one["bad"] for one in found):
             digests = (NOT_FINITE if one["bad"] else FINITE for one in found)
             now = self._difference(step, digests, found, tensors=("the loss",), num_tensors=1, of_loss=True)
@@ -263,7 +263,7 @@ class Replicas:
         return str(first)
 
     @contextmanager
-    def _errors_logged(self) -> Any:
+    def _log_errors(self) -> Any:
         """Keep the training running on a full disk: skip records that cannot be written, and log the first of them."""
         try:
             yield
@@ -283,25 +283,25 @@ def message_on_difference(run: RunDir, difference: Difference) -> str:
     return f"{difference.finding}; {difference.blame}. This step is not saved: the run {goes_on}. See docs/integrity.md"
 
 
-def _mismatch_of_kinds(names: Sequence[str], reports: Sequence[dict[str, Any]]) -> str:
+def _shape_or_dtype_mismatch(names: Sequence[str], reports: Sequence[dict[str, Any]]) -> str:
     """Say which of these tensors is the first that some ranks do not have, or have in another shape or dtype; empty if none is."""
     for name in names:
         found = [one["tensors"].get(name, ()) for one in reports]
         kinds = [tuple(map(str, one[1:])) for one in found]
         if len(set(kinds)) > 1:
             return "; ".join(
-                f"`{name}` is {f'{kind[1]} of shape {kind[0]}' if kind else 'missing'} on {_some_ranks(kinds, kind)}"
+                f"`{name}` is {f'{kind[1]} of shape {kind[0]}' if kind else 'missing'} on {_ranks_text(kinds, kind)}"
                 for kind in dict.fromkeys(kinds)
             )
     return ""
 
 
-def _some_ranks(kinds: Sequence[object], kind: object) -> str:
+def _ranks_text(kinds: Sequence[object], kind: object) -> str:
     ranks = [rank for rank, one in enumerate(kinds) if one == kind]
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"{len(ranks)} ranks, the first of which is {ranks[0]}"
 
 
-def _as_numbers(flat: Tensor) -> Tensor:
+def _bits_as_integers(flat: Tensor) -> Tensor:
     """Return the bits of each element as an integer that gloo can compare; as two, for an element of 16 bytes."""
     size = flat.element_size()
     if size >= _WORD_BYTES:
@@ -316,13 +316,13 @@ def _floats(flat: Tensor, places: Sequence[int]) -> list[float]:
         found = flat[list(places)]
         return (torch.view_as_real(found).double().norm(dim=1) if found.is_complex() else found.double()).tolist()
     except RuntimeError:  # PyTorch has such dtypes to store numbers in, and cannot index or convert them
-        bits = _as_numbers(flat)[list(places)].double()
+        bits = _bits_as_integers(flat)[list(places)].double()
         return bits.reshape(len(places), -1)[:, 0].tolist()
 
 
-def _values_at(state: TrainingState, samples: Sequence[Sample]) -> dict[str, list[float]]:
+def _values_at(state: TrainingState, samples: Sequence[TensorSample]) -> dict[str, list[float]]:
     """Return what this rank has at the places of the samples; nothing of a tensor that it does not have."""
-    named = {name: one.detach().reshape(-1) for name, one in training_state.tensors_of_all(state).items()}
+    named = {name: one.detach().reshape(-1) for name, one in training_state.replicated_tensors(state).items()}
     return {
         one.tensor: _floats(named[one.tensor], one.places)
         for one in samples

@@ -41,7 +41,7 @@ def why_not_fork(target: str) -> str:
         )
     # fork copies only the calling thread (https://man7.org/linux/man-pages/man2/fork.2.html). In the child, a lock that
     # another thread held is never released, and libgomp's OpenMP pool waits for ever for threads that do not exist.
-    names = Counter(processes.lasting_threads())
+    names = Counter(processes.threads_lost_by_fork())
     if not names:
         return ""
     threads = ", ".join(name if number == 1 else f"{number} of {name}" for name, number in sorted(names.items()))

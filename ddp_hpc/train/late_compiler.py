@@ -35,7 +35,7 @@ def import_compiler_late() -> None:
     modes = StandIn(f"{DYNAMO}.utils", {"get_optimize_ddp_mode": lambda: "ddp_optimizer"})  # the default
     rules = StandIn(f"{DYNAMO}.trace_rules", {"clear_lru_cache": lambda: None})
     answers = {"graph_break": _graph_break, "is_compiling": torch.compiler.is_compiling, "disable": _disable}
-    put_in_place(StandIn(DYNAMO, {**answers, "utils": modes, "trace_rules": rules}))
+    install_stand_in(StandIn(DYNAMO, {**answers, "utils": modes, "trace_rules": rules}))
 
 
 class StandIn(ModuleType):
@@ -55,12 +55,12 @@ class StandIn(ModuleType):
         if isinstance(sys.modules.get(package), StandIn):
             if name in self._answers:
                 return self._answers[name]
-            _import_itself(package, asked=self.__name__ if name == "__path__" else f"{self.__name__}.{name}")
+            _import_real_package(package, asked=self.__name__ if name == "__path__" else f"{self.__name__}.{name}")
         # From here on, this is only for who has kept the stand-in (`import torch._dynamo as dynamo`).
         return getattr(importlib.import_module(self.__name__), name)
 
 
-class _LoadedMeanwhile:
+class _LoadedModuleFinder:
     """Finds a module of the package that the package's own import has just loaded, so that it does not run a second time."""
 
     # `import torch._dynamo.config` sees that this module is not loaded, reads the package's `__path__`, and then looks for the
@@ -91,23 +91,23 @@ class _LoadedMeanwhile:
             module.__spec__ = found  # importlib has put its own there
 
 
-def put_in_place(stand_in: StandIn) -> None:
+def install_stand_in(stand_in: StandIn) -> None:
     """Have imports find the stand-in, and each module of its package once."""
     parent, _, name = stand_in.__name__.rpartition(".")
     # Asked for: is it installed?
     stand_in.__spec__ = PathFinder.find_spec(stand_in.__name__, sys.modules[parent].__path__)
-    sys.meta_path.insert(0, _LoadedMeanwhile(stand_in.__name__))
+    sys.meta_path.insert(0, _LoadedModuleFinder(stand_in.__name__))
     sys.modules[stand_in.__name__] = stand_in
     setattr(sys.modules[parent], name, stand_in)
 
 
-_removal = threading.Lock()
+_removal_lock = threading.Lock()
 
 
-def _import_itself(package: str, *, asked: str) -> None:
+def _import_real_package(package: str, *, asked: str) -> None:
     """Take the stand-in away and import the package."""
     parent, _, name = package.rpartition(".")
-    with _removal:  # of two threads, the second must not take away what the first is importing
+    with _removal_lock:  # of two threads, the second must not take away what the first is importing
         if isinstance(sys.modules.get(package), StandIn):
             log.info(
                 "importing %s, which takes some seconds, because `%s` is used. `import %s` at the top of the script, or of the "
@@ -122,7 +122,7 @@ def _import_itself(package: str, *, asked: str) -> None:
     importlib.import_module(package)
 
 
-def _itself(name: str) -> Any:
+def _dynamo_function(name: str) -> Any:
     """Return a function of dynamo; None where it has not been imported, or not as far as that."""
     dynamo = sys.modules.get(DYNAMO)
     return None if dynamo is None or isinstance(dynamo, StandIn) else vars(dynamo).get(name)
@@ -130,7 +130,7 @@ def _itself(name: str) -> Any:
 
 def _graph_break(msg: str = "") -> None:
     """Do nothing, because no graph is recorded; but a model that kept this function may be compiled later."""
-    graph_break = _itself("graph_break")
+    graph_break = _dynamo_function("graph_break")
     if graph_break is not None:
         graph_break(msg)
 
@@ -138,7 +138,7 @@ def _graph_break(msg: str = "") -> None:
 def _disable(function: Any = None, recursive: bool = True, **options: Any) -> Any:  # noqa: FBT002  as dynamo's own
     """Return a function that calls `function`; once dynamo is there, as dynamo's own `disable` has it called."""
     if not inspect.isfunction(function):  # a class, a module, or nothing, for a decorator: rare
-        _import_itself(DYNAMO, asked=f"{DYNAMO}.disable")
+        _import_real_package(DYNAMO, asked=f"{DYNAMO}.disable")
         return sys.modules[DYNAMO].disable(function, recursive, **options)
     plain: Callable[..., Any] = function
     disabled: list[Callable[..., Any]] = []
@@ -146,7 +146,7 @@ def _disable(function: Any = None, recursive: bool = True, **options: Any) -> An
     @functools.wraps(plain)
     def call(*args: Any, **kwargs: Any) -> Any:
         if not disabled:
-            disable = _itself("disable")
+            disable = _dynamo_function("disable")
             if disable is None:
                 return plain(*args, **kwargs)
             disabled.append(disable(plain, recursive, **options))

@@ -16,18 +16,18 @@ import torch
 import torch.distributed as dist
 
 from ddp_hpc.base.errors import ConfigError, WorkerError
-from ddp_hpc.cluster.rendezvous.store_options import listening_on
+from ddp_hpc.cluster.rendezvous.store_options import listening_options
 from ddp_hpc.cluster.rendezvous.worker_env import SHARED_GPU
-from ddp_hpc.train.sealed_store import SealedStore, prefix_of
+from ddp_hpc.train.sealed_store import SealedStore, token_prefix
 
 JOIN_TIMEOUT = timedelta(minutes=10)
 """How long to wait for the last rank to join."""
-PARTING_S = 30.0
+PARTING_WAIT_S = 30.0
 """How long rank zero waits until the others have read its last message."""
 _GLOO_LAG_S = 60.0
-FIRST_LOOK_S = 25.0
+FIRST_MISSING_CHECK_S = 25.0
 """How long rank zero waits before it looks who is missing: nodes rarely start in the same second."""
-LOOK_S = 10.0
+MISSING_CHECK_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +93,7 @@ def choose_device(
     return torch.device("cuda", device_index(rank_info, count, visible=visible, may_be_alone=may_be_alone))
 
 
-def select_device(device: torch.device) -> None:
+def set_cuda_device(device: torch.device) -> None:
     """Make a GPU that of the calling thread; each thread begins on GPU 0, and would open a second context there."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -215,7 +215,7 @@ class Group:
             with suppress(RuntimeError):  # rank zero has exited: nothing is lost, this rank has read the message
                 store.set(f"{key}/{self.rank_info.rank}", "")
             return
-        deadline = time.monotonic() + PARTING_S
+        deadline = time.monotonic() + PARTING_WAIT_S
         for rank in range(1, self.rank_info.world_size):
             with suppress(RuntimeError, WorkerError):  # that rank has died: its agent reports it
                 store.get(f"{key}/{rank}", silence_s=max(deadline - time.monotonic(), 0.0))
@@ -242,9 +242,9 @@ def join(  # noqa: PLR0913  a rank, and what it needs to join the others
     listening socket for rank zero's store: the launcher that chose the port keeps it, so that no other process takes it. On rank zero,
     `report_missing` is called with the ranks that the others wait for, if that takes long.
     """
-    select_device(device)
-    prefix = f"{prefix_of(token)}/start-{rank_info.restart}"
-    store, side_store = (dist.PrefixStore(prefix, one) for one in _connect(rank_info, listen_fd))
+    set_cuda_device(device)
+    prefix = f"{token_prefix(token)}/start-{rank_info.restart}"
+    store, side_store = (dist.PrefixStore(prefix, one) for one in _make_stores(rank_info, listen_fd))
     store.set(f"here/{rank_info.rank}", "")
     waiting: AbstractContextManager[None] = nullcontext()
     if report_missing is not None and rank_info.is_rank_zero and rank_info.world_size > 1:
@@ -279,12 +279,12 @@ def group_options(device: torch.device, timeout_s: float, *, shares_gpu: bool = 
     return {"backend": backend, "timeout": timedelta(seconds=timeout_s + _GLOO_LAG_S)}
 
 
-def _connect(rank_info: RankInfo, listen_fd: int | None) -> tuple[dist.Store, dist.Store]:
+def _make_stores(rank_info: RankInfo, listen_fd: int | None) -> tuple[dist.Store, dist.Store]:
     if rank_info.world_size == 1:
         alone = dist.HashStore()
         return alone, alone
     is_host = rank_info.is_rank_zero and not rank_info.is_store_hosted
-    listening = {} if listen_fd is None else listening_on(listen_fd, torch.__version__)
+    listening = {} if listen_fd is None else listening_options(listen_fd, torch.__version__)
     # Two connections: a TCPStore client holds a lock while it waits for a key, which would block the other thread.
     return _tcp_store(rank_info, is_master=is_host, **listening), _tcp_store(rank_info)
 
@@ -300,7 +300,7 @@ def report_missing_ranks(
     world_size: int,
     report: Callable[[Sequence[int]], object],
     *,
-    first_look_s: float = FIRST_LOOK_S,
+    first_look_s: float = FIRST_MISSING_CHECK_S,
 ) -> Iterator[None]:
     """While the `with` block takes long, report which ranks have not reached the store, by their keys (`here/0`): none where all have, and still wait.
 
@@ -319,7 +319,7 @@ def report_missing_ranks(
                 if missing != before:
                     report(missing)
                 before = missing
-                is_over.wait(LOOK_S)
+                is_over.wait(MISSING_CHECK_S)
         except (RuntimeError, OSError):  # the store is gone, or the disk is full: joining itself says what is wrong
             return
 
@@ -329,7 +329,7 @@ def report_missing_ranks(
         yield
     finally:
         is_over.set()
-        thread.join(LOOK_S)
+        thread.join(MISSING_CHECK_S)
 
 
 def leave_process_group() -> None:

@@ -21,15 +21,15 @@ from torch.utils.data import Dataset, IterableDataset
 
 from ddp_hpc.base.errors import ConfigError, text_of
 from ddp_hpc.base.names import did_you_mean
-from ddp_hpc.run.run_dir.records import LINE_FIELDS
+from ddp_hpc.run.run_dir.records import NON_METRIC_FIELDS
 
-BUILT_IN = {
+TARGETS = {
     "image_classification": "ddp_hpc.train.recipes.image_classification:build",
     "drill": "ddp_hpc.train.recipes.drill:build",
 }
 """Recipes known by a short name."""
 
-OTHERS_CODE = (
+FOREIGN_CODE_PATHS = (
     f"{os.sep}site-packages{os.sep}",
     f"{os.sep}dist-packages{os.sep}",
     sysconfig.get_path("stdlib"),
@@ -99,10 +99,10 @@ class Recipe:
             "a number of tokens above zero, or a function of a batch",
         )
         require(
-            not {"loss", *LINE_FIELDS} & {*self.metrics},
+            not {"loss", *NON_METRIC_FIELDS} & {*self.metrics},
             "Recipe.metrics",
             dict(self.metrics),
-            f"without `loss`, {', '.join(f'`{name}`' for name in LINE_FIELDS)}, which are always recorded",
+            f"without `loss`, {', '.join(f'`{name}`' for name in NON_METRIC_FIELDS)}, which are always recorded",
         )
 
 
@@ -129,11 +129,11 @@ def did_you_mean_name(name: object, known: Iterable[str]) -> str:
 
 def load_builder(target: str) -> Callable[..., Recipe]:
     """Import `module:function` (or a built-in recipe's name) and return the function."""
-    module_name, _, function_name = BUILT_IN.get(target, target).partition(":")
+    module_name, _, function_name = TARGETS.get(target, target).partition(":")
     if not function_name:
         module, _, function = target.rpartition(".")  # written as in Python
         raise ConfigError(
-            f"`recipe.target` is {target!r}, but there is no built-in recipe of that name. {did_you_mean_name(target, BUILT_IN)} "
+            f"`recipe.target` is {target!r}, but there is no built-in recipe of that name. {did_you_mean_name(target, TARGETS)} "
             f"Name your own function as `module:function`{f': `{module}:{function}`' if module else ''}."
         )
     try:
@@ -199,7 +199,7 @@ def _call(target: str, builder: Callable[..., Recipe], args: Mapping[str, Any]) 
         return builder(**args)
     except (TypeError, ValueError, AttributeError, LookupError, AssertionError, NameError) as error:
         frames = traceback.extract_tb(error.__traceback__)
-        own = [frame for frame in frames if not any(part in frame.filename for part in OTHERS_CODE)]
+        own = [frame for frame in frames if not any(part in frame.filename for part in FOREIGN_CODE_PATHS)]
         lines = "".join(f"  {frame.filename}:{frame.lineno}, in {frame.name}: {frame.line}\n" for frame in own[-3:])
         raise ConfigError(
             f"`{target}` was called with `recipe.args` {dict(args)!r} and raised {type(error).__name__}: {text_of(error)}\n"
@@ -223,7 +223,7 @@ def check_args(target: str, builder: Callable[..., Recipe], args: Mapping[str, A
         ) from error
     for name, value in args.items():
         wanted = signature.parameters[name].annotation if name in signature.parameters else Any
-        if not _may_be(value, wanted):
+        if not _may_match_type(value, wanted):
             takes = wanted.__name__ if isinstance(wanted, type) else str(wanted).replace("typing.", "")
             raise ConfigError(
                 f"`recipe.args.{name}` is {value!r}, but `{target}` takes {takes} there. Correct the "
@@ -231,10 +231,10 @@ def check_args(target: str, builder: Callable[..., Recipe], args: Mapping[str, A
             )
 
 
-def _may_be(value: Any, wanted: Any) -> bool:
+def _may_match_type(value: Any, wanted: Any) -> bool:
     """Return False where a value is surely not what an annotation asks for: a text for a number, an unknown word."""
     if get_origin(wanted) in (Union, UnionType):
-        return any(_may_be(value, one) for one in get_args(wanted))
+        return any(_may_match_type(value, one) for one in get_args(wanted))
     if get_origin(wanted) is Literal:
         return value is None or value in get_args(wanted)
     if isinstance(wanted, type) and wanted in (int, float, bool, NoneType):  # it may be any object, also an array
@@ -242,7 +242,7 @@ def _may_be(value: Any, wanted: Any) -> bool:
     return not (wanted is str and isinstance(value, list | dict))
 
 
-def imported_code(import_paths: Sequence[str]) -> dict[str, str]:
+def code_hashes(import_paths: Sequence[str]) -> dict[str, str]:
     """Return the files below `import_paths` that this process has imported, each with the xxh3_64 of its content.
 
     Other people's packages are left out: the versions of these are in the environment's record.
@@ -253,6 +253,6 @@ def imported_code(import_paths: Sequence[str]) -> dict[str, str]:
         for path in files
         if isinstance(path, str)
         and any(Path(path).is_relative_to(folder) for folder in import_paths)
-        and not any(part in path for part in OTHERS_CODE)
+        and not any(part in path for part in FOREIGN_CODE_PATHS)
     }
     return {path: xxhash.xxh3_64_hexdigest(Path(path).read_bytes()) for path in sorted(own) if Path(path).is_file()}

@@ -20,7 +20,7 @@ HEARTBEAT_INTERVAL_S = 2.0
 """How often a rank that others wait for reports that it is at work."""
 _PART_CHARS = 4 << 20
 """PyTorch's TCPStore refuses values above 8 MiB (libuv back end), so a longer text lies under several keys."""
-_PARTS = "\0parts "
+_PARTS_PREFIX = "\0parts "
 """Begins the text of a key whose text lies in parts; JSON and numbers never begin so."""
 _SHORTEST_PAUSE_S = 0.001
 _LONGEST_PAUSE_S = 0.25
@@ -43,7 +43,7 @@ class SealedStore:
             parts = [text[begin : begin + _PART_CHARS] for begin in range(0, len(text), _PART_CHARS)]
             for number, part in enumerate(parts):
                 self._set(f"{key}/part-{number}", part)
-            text = f"{_PARTS}{len(parts)}"
+            text = f"{_PARTS_PREFIX}{len(parts)}"
         self._set(key, text)
 
     def _set(self, key: str, text: str) -> None:
@@ -66,9 +66,9 @@ class SealedStore:
         # https://docs.python.org/3/library/hmac.html#hmac.compare_digest
         if not hmac.compare_digest(found.encode(), self._hmac(key, text).encode()):
             return None
-        if not text.startswith(_PARTS):
+        if not text.startswith(_PARTS_PREFIX):
             return text
-        parts = [self.try_get(f"{key}/part-{number}") for number in range(int(text.removeprefix(_PARTS)))]
+        parts = [self.try_get(f"{key}/part-{number}") for number in range(int(text.removeprefix(_PARTS_PREFIX)))]
         return None if None in parts else "".join(filter(None, parts))
 
     def get(
@@ -112,6 +112,6 @@ class SealedStore:
         return hmac.new(self._token, f"{key}\0{text}".encode(), hashlib.sha256).hexdigest()
 
 
-def prefix_of(token: str) -> str:
+def token_prefix(token: str) -> str:
     """Return the prefix of the attempt's keys: no other process sets them by accident, and it does not reveal the token."""
     return hmac.new(token.encode(), b"keys", hashlib.sha256).hexdigest()[:32]

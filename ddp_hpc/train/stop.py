@@ -81,7 +81,7 @@ def _restore_sigterm_in_forks() -> None:
     """Have each process that is forked from now on take SIGTERM as if nobody had listened."""
     # Not by a handler of Python, which cannot interrupt a wait that begins just after the signal, nor run before a fork is over:
     # SIGTERM would be lost, and `multiprocessing` would wait for ever. So it is blocked until its default action is back.
-    os.register_at_fork(before=_hold_sigterm, after_in_parent=_release_sigterm, after_in_child=_begin_fork)
+    os.register_at_fork(before=_hold_sigterm, after_in_parent=_release_sigterm, after_in_child=_reset_sigterm)
 
 
 def _hold_sigterm() -> None:
@@ -92,7 +92,7 @@ def _release_sigterm() -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, _masks.before)
 
 
-def _begin_fork() -> None:
+def _reset_sigterm() -> None:
     try:
         is_ours = isinstance(getattr(signal.getsignal(signal.SIGTERM), "__self__", None), StopFlag)
         if is_ours and not _is_loader_process():

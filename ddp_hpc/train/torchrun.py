@@ -28,7 +28,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.run import main
 
-from ddp_hpc.cluster.rendezvous.store_options import listening_on
+from ddp_hpc.cluster.rendezvous.store_options import listening_options
 
 BACKEND = "fixed"
 _TIMEOUT = timedelta(minutes=10)
@@ -58,24 +58,24 @@ class FixedRendezvous(RendezvousHandler):
         port, key = self._port, f"port/{len(self._stores)}"
         if self._stores:
             port = 0 if self._rank == 0 else int(self._stores[0].get(key))
-        store = self._open(port)
+        store = self._open_store(port)
         if self._stores and self._rank == 0:
             self._stores[0].set(key, str(store.port))
         self._stores.append(store)
         agents = PrefixStore(self._run_id, store)
         return RendezvousInfo(agents, self._rank, self._num_nodes, RendezvousStoreInfo(self._address, store.port))
 
-    def _open(self, port: int) -> TCPStore:
+    def _open_store(self, port: int) -> TCPStore:
         if self._rank != 0:
             return TCPStore(self._address, port, is_master=False, timeout=_TIMEOUT, wait_for_workers=False)
-        server = _listen(self._address, port)
+        server = _open_socket(self._address, port)
         return TCPStore(
             self._address,
             server.getsockname()[1],
             is_master=True,
             timeout=_TIMEOUT,
             wait_for_workers=False,
-            **listening_on(server.detach(), torch.__version__),
+            **listening_options(server.detach(), torch.__version__),
         )
 
     def is_closed(self) -> bool:
@@ -94,7 +94,7 @@ class FixedRendezvous(RendezvousHandler):
         return True
 
 
-def _listen(address: str, port: int) -> socket.socket:
+def _open_socket(address: str, port: int) -> socket.socket:
     try:
         is_v6 = ipaddress.ip_address(address).version == 6
     except ValueError:

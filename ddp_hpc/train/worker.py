@@ -29,21 +29,21 @@ from ddp_hpc.run.run_dir.joined_ranks import forget_missing, write_missing
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import read_rendezvous_token
 from ddp_hpc.run.run_dir.replays import AttemptInputs, write_inputs
-from ddp_hpc.run.run_dir.software_versions import differences, environment_here, newest_environment, write_environment
+from ddp_hpc.run.run_dir.software_versions import change_texts, environment_here, newest_environment, write_environment
 from ddp_hpc.run.spec import RunSpec
-from ddp_hpc.run.workload.missing_files import refuse_missing, why_missing_of_args
+from ddp_hpc.run.workload.missing_files import missing_path_problems, refuse_missing
 from ddp_hpc.train import process_group
 from ddp_hpc.train.engine.loop import train
 from ddp_hpc.train.engine.nonfinite import explain_nan_check
 from ddp_hpc.train.engine.optimizer import build_optimizer
-from ddp_hpc.train.engine.replay_trace import follow_request
+from ddp_hpc.train.engine.replay_trace import set_up_replay
 from ddp_hpc.train.engine.training import Training, assemble_training, configure_torch
 from ddp_hpc.train.fork_safety import no_openmp_pool, why_not_fork
 from ddp_hpc.train.late_compiler import DYNAMO, import_compiler_late
 from ddp_hpc.train.process_group import Group, RankInfo
-from ddp_hpc.train.recipe import BUILT_IN, build_recipe, check_args, imported_code, load_builder, refuse_other_return
-from ddp_hpc.train.recording.beside import PATIENCE_S
-from ddp_hpc.train.recording.rank_log import open_rank_log
+from ddp_hpc.train.recipe import TARGETS, build_recipe, check_args, code_hashes, load_builder, refuse_other_return
+from ddp_hpc.train.recording.beside import WAIT_S_BY_ENDING
+from ddp_hpc.train.recording.rank_log import redirect_output
 from ddp_hpc.train.state import rng
 from ddp_hpc.train.state.initial_weights import find_weights
 from ddp_hpc.train.state.optimizer_state import refuse_other_optimizer
@@ -52,7 +52,7 @@ from ddp_hpc.train.watchdog import TEARDOWN_S, Watchdog, leave_within
 
 log = logging.getLogger(__name__)
 
-_SAME_IN_EQUAL_PYTHONS = (ImportError, SyntaxError, NameError, AttributeError, TypeError)
+_HOST_INDEPENDENT_ERRORS = (ImportError, SyntaxError, NameError, AttributeError, TypeError)
 """Errors of an import that hardly depend on the host; others may (a device, a variable, a file)."""
 INDUCTOR = "_inductor"
 _MOST_SHOWN = 8
@@ -64,7 +64,7 @@ def preload(run_path: str) -> str:
     spec = load_resolved(RunDir(Path(run_path)).config, is_patient=True)
     with no_openmp_pool():
         builder = load_builder(spec.recipe.target)
-        if spec.recipe.target in BUILT_IN:  # it imports torchvision late, for not every run has it
+        if spec.recipe.target in TARGETS:  # it imports torchvision late, for not every run has it
             getattr(sys.modules[builder.__module__], "import_early", lambda _: None)(spec.recipe.args)
         if spec.train.compile or spec.train.deterministic or torch.__version__ < "2.7":
             importlib.import_module(DYNAMO)  # every worker would import it: DDP of PyTorch 2.6 does in any case
@@ -80,7 +80,7 @@ def preload(run_path: str) -> str:
 def check(spec: RunSpec, environ: Mapping[str, str]) -> Iterator[str]:
     """Check what needs neither data nor devices: the recipe's function and arguments, the first weights, the optimizer of a resume."""
     yield from _check_function(spec, environ)
-    yield from why_missing_of_args(spec.recipe.args)
+    yield from missing_path_problems(spec.recipe.args)
     if spec.checkpoint.keep_best and spec.checkpoint.best_metric != "loss":
         yield f"only the job knows the recipe's metrics, so `checkpoint.best_metric` ({spec.checkpoint.best_metric!r}) may be none of them"
     run = RunDir(spec.path)
@@ -101,13 +101,13 @@ def check(spec: RunSpec, environ: Mapping[str, str]) -> Iterator[str]:
 
 
 def _check_function(spec: RunSpec, environ: Mapping[str, str]) -> Iterator[str]:
-    target, other, is_users = spec.recipe.target, spec.own_environment, bool(environ.get(USERS_CODE))
+    target, other, is_users = spec.recipe.target, spec.environment_key, bool(environ.get(USERS_CODE))
     try:
         builder = load_builder(target)
         check_args(target, builder, spec.recipe.args)
         refuse_other_return(target, builder)
     except ConfigError as error:
-        is_unknown_import = error.__cause__ is not None and not isinstance(error.__cause__, _SAME_IN_EQUAL_PYTHONS)
+        is_unknown_import = error.__cause__ is not None and not isinstance(error.__cause__, _HOST_INDEPENDENT_ERRORS)
         if is_unknown_import:
             yield f"a node may have what this host lacks: {error}"
         elif other and not (is_users and isinstance(error.__cause__, TypeError | None)):
@@ -120,20 +120,17 @@ def main(run_path: str, environ: Mapping[str, str], *, attempt: int, listen_fd: 
     """Run one worker to its end; return its exit code. An exception is written to the run's errors."""
     run = RunDir(Path(run_path))
     rank_info = process_group.rank_info_from_environ(environ)
-    open_rank_log(run.rank_log(attempt, rank_info.rank), is_rank_zero=rank_info.is_rank_zero)
+    redirect_output(run.rank_log(attempt, rank_info.rank), is_rank_zero=rank_info.is_rank_zero)
     flag = StopFlag(run.stop_request, unclaimed_stop_signals())
     flag.listen()
-    deadline = _answer_questions(run, attempt, rank_info.rank, environ)
+    deadline = _serve_rank_probe(run, attempt, rank_info.rank, environ)
     training: Training | None = None
     phase: Phase = "joining"
     try:
         spec = load_resolved(run.config, is_patient=True)
         allowance = run.allowance(attempt) if rank_info.is_rank_zero else None
         watchdog = Watchdog(
-            spec.restart.hang_timeout_s,
-            touches_log=rank_info.is_rank_zero,
-            allowance=allowance,
-            deadline=deadline,
+            spec.restart.hang_timeout_s, touches_log=rank_info.is_rank_zero, allowance=allowance, deadline=deadline
         )
         group = _join(run, spec, rank_info, environ, attempt=attempt, listen_fd=listen_fd)
         watchdog.allow(spec.restart.build_timeout_s)  # joining has its own timeout: other nodes may start later
@@ -148,7 +145,7 @@ def main(run_path: str, environ: Mapping[str, str], *, attempt: int, listen_fd: 
         if rank_info.is_rank_zero:
             _record_environment(run, attempt, environ)
             _record_inputs(run, attempt, environ, rank_info.world_size)
-        follow_request(training)
+        set_up_replay(training)
         rng.seed_everything("rank", spec.seed, 0, rank_info.rank)  # from here on, ranks draw different numbers
         # From here on, report when this rank launches its collectives, and how long its phases take.
         folder = environ.get(PROBE_FOLDER)
@@ -173,7 +170,7 @@ def _train_and_close(training: Training, watchdog: Watchdog) -> int:
     code = FINISHED if train(training) else STOPPED
     training.phases.close()
     # All is committed, so neither a record nor a teardown that hangs must keep the job. The recorders may take their time.
-    leave_within(max(PATIENCE_S.values()) + TEARDOWN_S, lambda: os._exit(code))
+    leave_within(max(WAIT_S_BY_ENDING.values()) + TEARDOWN_S, lambda: os._exit(code))
     watchdog.dismiss()
     training.recorder.close("finished" if code == FINISHED else "stopped")
     for observer in training.observers:
@@ -181,7 +178,7 @@ def _train_and_close(training: Training, watchdog: Watchdog) -> int:
     return code
 
 
-def _answer_questions(run: RunDir, attempt: int, rank: int, environ: Mapping[str, str]) -> Deadline | None:
+def _serve_rank_probe(run: RunDir, attempt: int, rank: int, environ: Mapping[str, str]) -> Deadline | None:
     """Answer this node's questions about stacks and collectives from here on, as far as this PyTorch can.
 
     Return where this rank writes when its watchdog would end it, as its node asks shortly before.
@@ -204,13 +201,7 @@ def _answer_questions(run: RunDir, attempt: int, rank: int, environ: Mapping[str
 
 
 def _join(  # noqa: PLR0913  a rank, and what it needs to join the others
-    run: RunDir,
-    spec: RunSpec,
-    rank_info: RankInfo,
-    environ: Mapping[str, str],
-    *,
-    attempt: int,
-    listen_fd: int | None,
+    run: RunDir, spec: RunSpec, rank_info: RankInfo, environ: Mapping[str, str], *, attempt: int, listen_fd: int | None
 ) -> Group:
     """Choose this rank's device, and join the process group."""
     visible, is_task = environ.get("CUDA_VISIBLE_DEVICES"), spec.launcher == "srun"
@@ -236,7 +227,7 @@ def _record_environment(run: RunDir, attempt: int, environ: Mapping[str, str]) -
     except (ConfigError, OSError, ValueError) as error:  # a missing record must not end the training
         log.warning("cannot record the environment of this attempt: %s. The training goes on without it.", error)
         return
-    changed = list(differences(before[1], here)) if before else []
+    changed = list(change_texts(before[1], here)) if before else []
     if before and changed:
         more = f"; and {len(changed) - _MOST_SHOWN} more" if len(changed) > _MOST_SHOWN else ""
         shown = "; ".join(changed[:_MOST_SHOWN])
@@ -259,7 +250,7 @@ def _record_inputs(run: RunDir, attempt: int, environ: Mapping[str, str], world_
             config=run.config.read_text(encoding="utf-8"),
             import_paths=paths,
             work_dir=str(Path.cwd()),
-            code=imported_code(paths),
+            code=code_hashes(paths),
         )
         write_inputs(run, inputs)
     except OSError as error:  # a missing record must not end the training

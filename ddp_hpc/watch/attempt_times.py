@@ -20,11 +20,11 @@ from ddp_hpc.watch.report.series import parse_lines
 CHECKPOINT = "checkpoint"
 """The phase of the loop in which it waits for a save."""
 KINDS = ("queued", "starting", "training", "saving", "lost", "unknown")
-_COMMITS = frozenset({Ending.FINISHED, Ending.STOPPED})
+_SAVED_ENDS = frozenset({Ending.FINISHED, Ending.STOPPED})
 """Attempts that end so have committed all their steps."""
 _MOST_BYTES = 256 << 10
 """Of each file of logged steps that are read."""
-_WAS_QUEUED = frozenset({Next.REQUEUE, Next.SUCCESSOR, Next.SLURM})
+_QUEUED_CONTINUATIONS = frozenset({Next.REQUEUE, Next.SUCCESSOR, Next.SLURM})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,12 +59,12 @@ class AttemptTime:
     def is_whole(self) -> bool:
         """Whether it has ended and lost nothing, and its marks say so up to its last step: then its logged steps say nothing new."""
         is_known = self.kept_step == self.reached_step >= (self.attempt.last_step or 0)
-        return not self.is_open and self.attempt.ending in _COMMITS and is_known
+        return not self.is_open and self.attempt.ending in _SAVED_ENDS and is_known
 
     @property
     def is_failure(self) -> bool:
         """Whether it ended otherwise than by its own commit."""
-        return not self.is_open and self.attempt.ending not in _COMMITS and self.attempt.ending != Ending.CANCELLED
+        return not self.is_open and self.attempt.ending not in _SAVED_ENDS and self.attempt.ending != Ending.CANCELLED
 
 
 @dataclass(frozen=True)
@@ -144,16 +144,16 @@ def attempt_times(  # noqa: PLR0913  one for each record
     # A recipe's attempt without marks has not begun to train, if other attempts have marks, or if no step was ever made.
     knows_all = bool(marks) or progress is None
     gpus = max((mark.num_gpus or 0 for mark in marks), default=0)
-    kept = _kept(attempts, points, is_alive=now is not None)
+    kept = _kept_steps(attempts, points, is_alive=now is not None)
     found = []
     for number, one in enumerate(attempts):
         is_open = now is not None and one.ending is None and one is attempts[-1]
         ended_at = _ended_at(one, points[one.attempt], progress, now if is_open else None)
         queued_at = queued.at if queued is not None and queued.attempt == one.attempt else None
-        if one.queued_at is not None or (number and attempts[number - 1].next in _WAS_QUEUED):
+        if one.queued_at is not None or (number and attempts[number - 1].next in _QUEUED_CONTINUATIONS):
             queued_at = attempts[number - 1].ended_at if one.queued_at is None else one.queued_at
         time = _time_of(one, points[one.attempt], kept[number], ended_at=ended_at, queued_at=queued_at, is_open=is_open)
-        seconds = _seconds(time, points[one.attempt], knows_all=knows_all)
+        seconds = _divide_time(time, points[one.attempt], knows_all=knows_all)
         found.append(replace(time, seconds=seconds, num_gpus=time.num_gpus or gpus))
     return found
 
@@ -177,7 +177,7 @@ def _ended_at(one: Attempt, points: _Points, progress: Progress | None, now: flo
     return max([one.started_at, of_progress, *(mark.at for mark in points.marks), *(at for at, _ in points.logged)])
 
 
-def _kept(attempts: Sequence[Attempt], points: Mapping[int, _Points], *, is_alive: bool) -> list[int | None]:
+def _kept_steps(attempts: Sequence[Attempt], points: Mapping[int, _Points], *, is_alive: bool) -> list[int | None]:
     """Return the newest step of each of these attempts that no later one repeats; None where all are kept."""
     found: list[int | None] = []
     # The lowest step at which a later attempt has begun, and the highest at which one was to begin.
@@ -190,7 +190,7 @@ def _kept(attempts: Sequence[Attempt], points: Mapping[int, _Points], *, is_aliv
         elif first is not None:
             found.append(max([*saved, first]))
         else:
-            is_whole = one.ending in _COMMITS or (is_alive and one.ending is None)
+            is_whole = one.ending in _SAVED_ENDS or (is_alive and one.ending is None)
             found.append(None if is_whole else max([*saved, one.last_step or 0, one.first_step]))
         begin = points[one.attempt].begin
         if begin is not None:
@@ -207,10 +207,10 @@ def _time_of(  # noqa: PLR0913  what the loop over the attempts knows
     first = one.first_step if begin is None else begin.step
     reached = max([first, *(int(step) for _, step in steps)])
     kept = reached if kept is None else max(first, min(kept, reached))
-    is_whole = kept >= reached and (one.ending in _COMMITS or one.ending is None)
+    is_whole = kept >= reached and (one.ending in _SAVED_ENDS or one.ending is None)
     until = None if begin is None else ended_at
     if begin is not None and not is_whole:
-        until = max(begin.at, _at([(step, at) for at, step in steps], kept))
+        until = max(begin.at, _interpolate([(step, at) for at, step in steps], kept))
     return AttemptTime(
         attempt=one,
         queued_at=queued_at,
@@ -227,23 +227,23 @@ def _time_of(  # noqa: PLR0913  what the loop over the attempts knows
     )
 
 
-def _seconds(time: AttemptTime, points: _Points, *, knows_all: bool) -> dict[str, float]:
+def _divide_time(time: AttemptTime, points: _Points, *, knows_all: bool) -> dict[str, float]:
     """Divide the length of an attempt, and tell how long it was queued."""
     seconds = dict.fromkeys(KINDS, 0.0)
     seconds["queued"] = max(0.0, time.attempt.started_at - time.queued_at) if time.queued_at else 0.0
     if time.trained_from is None or time.useful_until is None:
-        is_lost = not time.is_open and time.attempt.ending not in _COMMITS
+        is_lost = not time.is_open and time.attempt.ending not in _SAVED_ENDS
         seconds["unknown" if not knows_all else "lost" if is_lost else "starting"] = time.length_s
         return seconds
     seconds["starting"] = min(time.length_s, max(0.0, time.trained_from - time.attempt.started_at))
     useful_s = max(0.0, time.useful_until - time.trained_from)
-    seconds["saving"] = min(useful_s, _at(points.stalls, time.useful_until))
+    seconds["saving"] = min(useful_s, _interpolate(points.stalls, time.useful_until))
     seconds["training"] = useful_s - seconds["saving"]
     seconds["lost"] = max(0.0, time.length_s - seconds["starting"] - useful_s)
     return seconds
 
 
-def _at(points: Sequence[tuple[float, float]], when: float) -> float:
+def _interpolate(points: Sequence[tuple[float, float]], when: float) -> float:
     """Return the value of a line through these points; before the first, and after the last, theirs."""
     index = bisect_right([at for at, _ in points], when)
     if index in {0, len(points)}:

@@ -11,12 +11,12 @@ from ddp_hpc.run.run_dir.records import AwaitedRun, EndCondition, read_awaited, 
 
 _UNTIL: Mapping[EndCondition, str] = {"ok": "has finished", "notok": "has ended without finishing", "any": "has ended"}
 """How a run has to end -> what the job waits for."""
-_HOW = {Ending.FINISHED: "has finished", Ending.CANCELLED: "was cancelled", Ending.STOPPED: "was stopped"}
+_ENDING_TEXTS = {Ending.FINISHED: "has finished", Ending.CANCELLED: "was cancelled", Ending.STOPPED: "was stopped"}
 _MOST_LINKS = 100
 """Runs whose records name each other, as a user may have edited them, are not followed for ever."""
 
 
-def what_for(awaited: Sequence[AwaitedRun]) -> str:
+def awaited_text(awaited: Sequence[AwaitedRun]) -> str:
     """Return what a job waits for: `the job waits until digits-train has finished`; empty where that is not known."""
     until = " and ".join(f"{Path(one.path).name} {_UNTIL[one.when]}" for one in awaited)
     return until and f"the job waits until {until}"
@@ -24,10 +24,10 @@ def what_for(awaited: Sequence[AwaitedRun]) -> str:
 
 def why_never_started(awaited: Sequence[AwaitedRun], *, links: int = _MOST_LINKS) -> str:
     """Return which run has ended otherwise than a job had to wait for; empty where the records show none."""
-    return next(filter(None, (_why(one, links) for one in awaited)), "")
+    return next(filter(None, (_wrong_end(one, links) for one in awaited)), "")
 
 
-def _why(one: AwaitedRun, links: int) -> str:
+def _wrong_end(one: AwaitedRun, links: int) -> str:
     run = RunDir(Path(one.path))
     of_job = [attempt for attempt in Ledger.read(run).attempts if attempt.job_id == one.job_id]
     if of_job:
@@ -35,8 +35,8 @@ def _why(one: AwaitedRun, links: int) -> str:
         has_finished = last.ending == Ending.FINISHED
         if not last.is_last or last.ending is None or one.when == "any" or has_finished == (one.when == "ok"):
             return ""
-        reason = f" ({last.reason.rstrip('.')})" if last.ending not in _HOW and last.reason else ""
-        return f"{run.name} {_HOW.get(last.ending, 'failed')}{reason}"
+        reason = f" ({last.reason.rstrip('.')})" if last.ending not in _ENDING_TEXTS and last.reason else ""
+        return f"{run.name} {_ENDING_TEXTS.get(last.ending, 'failed')}{reason}"
     queued = read_queued_job(run)
     if one.when != "ok" or queued is None or queued.job_id != one.job_id or not links:
         return ""

@@ -14,7 +14,7 @@ from ddp_hpc.run.config.resolve import flat_spec, load_resolved
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.watch.status import RunStatus, State
 
-_OWN_KEYS = frozenset({"name", "runs_dir"})
+_IDENTITY_KEYS = frozenset({"name", "runs_dir"})
 """Keys that differ between any two runs, and say nothing about the training."""
 _STATES = get_args(State)
 _COLUMNS: Mapping[str, Callable[[RunStatus], Any]] = {
@@ -62,10 +62,10 @@ def _parse_filter(condition: str) -> Callable[[RunStatus], bool]:
     if key is None:
         raise unknown_key_error(name, f"--filter {condition}")
     wanted = parse_text(key, text, f"--filter {condition}")
-    return lambda run: name in values_of(run.path) and _plain(values_of(run.path)[name]) == _plain(wanted)
+    return lambda run: name in values_of(run.path) and _comparable(values_of(run.path)[name]) == _comparable(wanted)
 
 
-def _plain(value: Any) -> Any:
+def _comparable(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
@@ -93,5 +93,5 @@ def sort_runs(runs: Sequence[RunStatus], by: str, *, is_reversed: bool) -> list[
 def differing_keys(configurations: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the keys whose values are not the same in all these configurations; those that cannot be read, and are empty, do not count."""
     known = [values for values in configurations if values]
-    names = dict.fromkeys(name for values in known for name in values if name not in _OWN_KEYS)
+    names = dict.fromkeys(name for values in known for name in values if name not in _IDENTITY_KEYS)
     return [name for name in names if any(values.get(name) != known[0].get(name) for values in known)]

@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddp_hpc.base.durable import read_end_of_file
-from ddp_hpc.base.patience import is_answer
+from ddp_hpc.base.patience import is_final_error
 from ddp_hpc.run.run_dir.paths import RunDir
 
 if TYPE_CHECKING:
     from ddp_hpc.run.run_dir.failure_reports import WorkerFailure
 
 _TAIL_BYTES = 16 << 10
-_NUM_WORDS = 3
+_NUM_QUOTED_LINES = 3
 """Lines of a console that are quoted."""
 
 
@@ -27,9 +27,9 @@ def log_of(run: RunDir, failure: WorkerFailure) -> Path | None:
 def last_words(run: RunDir, since: float = 0.0) -> str:
     """Return the end of a run's console, to quote where no record says more; empty where nothing was written there `since`."""
     try:
-        lines = last_lines(run.console, _NUM_WORDS) if run.console.stat().st_mtime >= since else []
+        lines = last_lines(run.console, _NUM_QUOTED_LINES) if run.console.stat().st_mtime >= since else []
     except OSError as error:
-        return "" if is_answer(error) else f"{run.console} cannot be read: {error.strerror}"
+        return "" if is_final_error(error) else f"{run.console} cannot be read: {error.strerror}"
     return f"{run.console} ends with: {' | '.join(lines)}" if lines else ""
 
 

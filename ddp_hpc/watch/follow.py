@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ddp_hpc.base.durable import json_line
+from ddp_hpc.base.durable import read_line
 from ddp_hpc.base.patience import await_answer
 from ddp_hpc.run.run_dir.ledger import Attempt, Ledger
 from ddp_hpc.run.run_dir.paths import RunDir
-from ddp_hpc.run.run_dir.poll_files import LastRead, Tail, newest_attempt
+from ddp_hpc.run.run_dir.poll_files import ReadCache, Tail, newest_attempt
 from ddp_hpc.watch.logs import LineReader
-from ddp_hpc.watch.queue import Ask
+from ddp_hpc.watch.queue import AskSlurm
 from ddp_hpc.watch.status import RunStatus, read_status
 
 
@@ -31,13 +31,13 @@ def follow(
     *,
     clock: Callable[[], float],
     pause: Callable[[Attempt | None], object],
-    ask: Ask | None = None,
+    ask: AskSlurm | None = None,
 ) -> Iterator[FollowUpdate]:
     """Yield updates of a run, beginning with one attempt; the last update is of a run that has ended.
 
     Without an attempt, updates have the status alone. `pause` is called between two updates, with the newest attempt.
     """
-    files, metrics, logs = LastRead(), Tail(run.metrics), dict[int, LineReader]()
+    files, metrics, logs = ReadCache(), Tail(run.metrics), dict[int, LineReader]()
     begun = None if attempt is None else Ledger.read(run).attempt(attempt)
     seen_until = begun.started_at if begun else 0.0
     while True:
@@ -45,7 +45,7 @@ def follow(
         # file system does not answer.
         status = await_answer(str(run.path), lambda: read_status(run, now=clock(), ask=ask, files=files))
         raws = await_answer(str(run.metrics), metrics.new_raw_lines) if attempt is not None else []
-        lines = (json_line(raw) or {} for raw in raws if b'"eval"' in raw)
+        lines = (read_line(raw) or {} for raw in raws if b'"eval"' in raw)
         # Users may edit this file, so a line may be anything.
         found = [line for line in lines if line.get("kind") == "eval" and isinstance(line.get("step"), (int, float))]
         evaluations = [line for line in found if isinstance(line.get("at"), (int, float)) and line["at"] > seen_until]

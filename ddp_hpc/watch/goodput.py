@@ -12,7 +12,7 @@ from ddp_hpc.run.run_dir.timeline import Mark
 from ddp_hpc.watch.attempt_times import KINDS, AttemptTime
 
 HOUR = 3600.0
-RUNNING = KINDS[1:]
+RUNNING_KINDS = KINDS[1:]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,13 +33,13 @@ class Goodput:
     @property
     def running_h(self) -> float:
         """Hours of all nodes, without the queue."""
-        return sum(self.node_hours[kind] for kind in RUNNING)
+        return sum(self.node_hours[kind] for kind in RUNNING_KINDS)
 
 
 def goodput_of(times: Sequence[AttemptTime]) -> Goodput:
     """Add up the times of all attempts."""
     hours = {kind: sum(one.seconds[kind] * one.num_nodes for one in times) / HOUR for kind in KINDS}
-    known_h = sum(hours[kind] for kind in RUNNING if kind != "unknown")
+    known_h = sum(hours[kind] for kind in RUNNING_KINDS if kind != "unknown")
     return Goodput(
         goodput=hours["training"] / known_h if known_h else None,
         node_hours=hours,
@@ -55,14 +55,14 @@ def newest_interval(marks: Sequence[Mark], times: Sequence[AttemptTime]) -> Save
     if newest is None:
         return None
     is_measured = bool(newest.get("is_measured"))
-    values = {**newest, "costs": newest, "is_measured": is_measured, "measured_cost": measured_cost(times)}
+    values = {**newest, "costs": newest, "is_measured": is_measured, "measured_cost": measured_cost_share(times)}
     try:
         return msgspec.convert(values, SaveInterval, strict=False)  # whole numbers are noted as floats
     except msgspec.ValidationError:
         return None
 
 
-def measured_cost(times: Sequence[AttemptTime]) -> float | None:
+def measured_cost_share(times: Sequence[AttemptTime]) -> float | None:
     """Return the share of the time that saves, lost steps, and starts after failures have taken; None before a run has trained.
 
     What `SaveCosts.share` expects, as it has come. Other starts, after a preemption or a time limit, are no part of either.

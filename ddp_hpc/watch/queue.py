@@ -90,11 +90,11 @@ class Queue:
         return replace(found, problem=self.problem)
 
 
-Ask = Callable[[str, float], QueueStatus]
+AskSlurm = Callable[[str, float], QueueStatus]
 """(job id, time of submission) -> what Slurm says about it."""
 
 
-def asker(environ: Mapping[str, str], *, clock: Callable[[], float]) -> Ask:
+def asker(environ: Mapping[str, str], *, clock: Callable[[], float]) -> AskSlurm:
     """Return a function that asks Slurm about a job, through a cache of this user on this host."""
     cache = _cache_file(environ)
 
@@ -106,7 +106,7 @@ def asker(environ: Mapping[str, str], *, clock: Callable[[], float]) -> Ask:
                 known.write(cache)
             status = known.status(job_id)
             if status.state is None and not status.problem and not known.is_unknown(job_id, clock()):
-                status = _of_ended(job_id, environ, clock())
+                status = _ask_unlisted_job(job_id, environ, clock())
                 if status.has_ended or (status.state is None and not status.problem):
                     known.ended[job_id] = status
                     known.write(cache)
@@ -156,7 +156,7 @@ def queue_now(environ: Mapping[str, str], now: float, known: Queue | None = None
     return Queue(now, jobs, known.ended, 0.0, now)
 
 
-def _of_ended(job_id: str, environ: Mapping[str, str], now: float) -> QueueStatus:
+def _ask_unlisted_job(job_id: str, environ: Mapping[str, str], now: float) -> QueueStatus:
     """Ask about a job that squeue does not list."""
     from ddp_hpc.cluster.slurm import client  # imported here because only a question to Slurm needs it
 

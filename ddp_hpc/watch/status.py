@@ -15,14 +15,14 @@ from ddp_hpc.cluster.slurm import states
 from ddp_hpc.run.checkpoints.checkpoint_names import committed_steps
 from ddp_hpc.run.run_dir.ledger import Attempt, Ending, Ledger, Next
 from ddp_hpc.run.run_dir.paths import RunDir
-from ddp_hpc.run.run_dir.poll_files import LastRead
+from ddp_hpc.run.run_dir.poll_files import ReadCache
 from ddp_hpc.run.run_dir.records import AwaitedRun, Progress, QueuedJob, read_awaited, read_progress, read_queued_job
-from ddp_hpc.run.run_dir.timeline import Alarm, read_alarms
-from ddp_hpc.watch.awaited import what_for, why_never_started
+from ddp_hpc.run.run_dir.timeline import SlowRankAlarm, read_alarms
+from ddp_hpc.watch.awaited import awaited_text, why_never_started
 from ddp_hpc.watch.failed_worker_log import last_words
 
 if TYPE_CHECKING:
-    from ddp_hpc.watch.queue import Ask, QueueStatus
+    from ddp_hpc.watch.queue import AskSlurm, QueueStatus
 
 State = Literal[
     "prepared", "waiting", "starting", "running", "stopping", "interrupted", "unknown",
@@ -62,7 +62,7 @@ class Observation:
     """What Slurm says about that job; None if it was not asked."""
     waits_for: str = ""
     """The runs that the newest job waits for, while it has not begun, as a sentence."""
-    slow_ranks: Sequence[Alarm] = ()
+    slow_ranks: Sequence[SlowRankAlarm] = ()
     """The run's history of ranks that the others had to wait for."""
     never_started: str = ""
     """Why that job can never start: one of these runs has ended in another way than it had to."""
@@ -117,7 +117,7 @@ class RunStatus:
     """Step of the newest committed checkpoint, from which the run resumes."""
     checkpoint_age_s: float | None
     save_error: str | None
-    slow_ranks: Sequence[Alarm]
+    slow_ranks: Sequence[SlowRankAlarm]
     """The ranks that the others wait for now, while the run is alive."""
     source: str
     """Where the state comes from: the run directory, or a command of Slurm."""
@@ -141,12 +141,12 @@ class RunStatus:
         return self.state in ALIVE
 
 
-def read_status(run: RunDir, *, now: float, ask: Ask | None = None, files: LastRead | None = None) -> RunStatus:
+def read_status(run: RunDir, *, now: float, ask: AskSlurm | None = None, files: ReadCache | None = None) -> RunStatus:
     """Return the status of a run; `ask` asks Slurm about a job that is pending or has written nothing for a while.
 
     A caller that polls passes the same `files` each time, so that unchanged files are not read again.
     """
-    seen = observe(run, now=now, host=processes.host_name(), files=files or LastRead())
+    seen = observe(run, now=now, host=processes.host_name(), files=files or ReadCache())
     if ask is not None and seen.queued is not None and _needs_slurm(seen):
         job_id, sent_at = seen.queued.job_id, seen.queued.at
         seen = replace(seen, queue_status=ask(job_id, sent_at))
@@ -155,7 +155,7 @@ def read_status(run: RunDir, *, now: float, ask: Ask | None = None, files: LastR
             why = ask_once(run.awaited, lambda: why_never_started(awaited), unknown="")
             is_over = seen.queue_status is not None and seen.queue_status.has_ended
             words = last_words(run, sent_at) if is_over else ""
-            seen = replace(seen, waits_for=what_for(awaited), never_started=why, last_words=words)
+            seen = replace(seen, waits_for=awaited_text(awaited), never_started=why, last_words=words)
     return status_of(run, seen)
 
 
@@ -168,7 +168,7 @@ def _needs_slurm(seen: Observation) -> bool:
     return last.cluster == "slurm" and last.ending is None and is_silent and not seen.is_held
 
 
-def observe(run: RunDir, *, now: float, host: str, files: LastRead) -> Observation:
+def observe(run: RunDir, *, now: float, host: str, files: ReadCache) -> Observation:
     """Read the run directory once."""
     # The ledger is read before and after the lock is tried. A run may write the end of an attempt and release its lock in
     # between; only an attempt without an end in both reads, whose lock was free, has died.
@@ -228,7 +228,7 @@ def status_of(run: RunDir, seen: Observation) -> RunStatus:
     source, age_s = _source(seen)
     asked, is_running = seen.queue_status, state in {"running", "stopping"}
     has_start = state == "waiting" and asked and not (states.is_held(asked.reason) or states.why_never(asked.reason))
-    of_progress: dict[str, Any] = {name: getattr(progress, name) for name in _OF_PROGRESS}
+    of_progress: dict[str, Any] = {name: getattr(progress, name) for name in _PROGRESS_FIELDS}
     begun = last if seen.has_begun else None
     return RunStatus(
         **of_progress,
@@ -259,7 +259,7 @@ def status_of(run: RunDir, seen: Observation) -> RunStatus:
     )
 
 
-_OF_PROGRESS = (
+_PROGRESS_FIELDS = (
     "step", "total_steps", "saves", "epoch", "epochs", "loss", "samples_per_s", "tokens_per_s", "save_bytes", "metrics",
     "save_error",
 )  # fmt: skip
@@ -357,7 +357,7 @@ def _reason(state: State, seen: Observation) -> str:
     if state == "cancelled" and not seen.has_begun:
         return "cancelled by the user while it waited"
     if state == "interrupted":
-        return f"its processes are gone: they were killed, or the machine went down. Submit the run again: {_goes_on(seen.committed, seen.progress)}"
+        return f"its processes are gone: they were killed, or the machine went down. Submit the run again: {_continuation_text(seen.committed, seen.progress)}"
     if state == "unknown":
         host = seen.attempts[-1].host if seen.attempts else "its host"
         return (
@@ -396,7 +396,7 @@ def _reason_by_slurm(state: State, seen: Observation, queue_status: QueueStatus)
         return f"job {queue_status.job_id} {phrase} {said if seen.last_words else nothing}"
     if queue_status.has_ended:
         leads = {"failed": "; see its log (`ddp-hpc logs`). ", "interrupted": ". "}
-        again = f"Submit the run again: {_goes_on(seen.committed, seen.progress)}"
+        again = f"Submit the run again: {_continuation_text(seen.committed, seen.progress)}"
         return f"job {queue_status.job_id} {phrase}{leads[state] + again if state in leads else ''}"
     if state == "running" and seen.silent_s is not None:
         return f"the run has written nothing for {seen.silent_s:.0f} s, but Slurm says that its job {phrase}; if this lasts, read its log (`ddp-hpc logs`)"
@@ -406,12 +406,12 @@ def _reason_by_slurm(state: State, seen: Observation, queue_status: QueueStatus)
 def effect_of_resubmitting(run: RunDir) -> str:
     """Return what a run does when it is submitted again, by the checkpoints that it has now."""
     try:
-        return _goes_on(committed_steps(run), read_progress(run))
+        return _continuation_text(committed_steps(run), read_progress(run))
     except (OSError, UnreadableError):
         return f"{run.checkpoints} cannot be read now, so from which step it goes on is not known"
 
 
-def _goes_on(committed: Sequence[int], progress: Progress | None) -> str:
+def _continuation_text(committed: Sequence[int], progress: Progress | None) -> str:
     if committed:
         return f"it continues from step {committed[-1]}"
     is_script = progress is not None and progress.saves is not None

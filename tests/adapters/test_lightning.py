@@ -26,7 +26,7 @@ JOB = {"SLURM_JOB_ID": "12", "SLURM_JOB_NAME": "train", "SLURM_NTASKS": "1", "SL
 def _in_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(attached_run, "_attached", None)
+    monkeypatch.setattr(attached_run, "_pid_and_run", None)
     for name, value in JOB.items():
         monkeypatch.setenv(name, value)
     yield

@@ -49,7 +49,9 @@ def test_the_wheel_holds_every_module_the_digits_and_the_job_script(wheel: zipfi
 
 def test_what_was_installed_finds_its_own_template(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
     wheel.extractall(tmp_path)
-    program = "from ddp_hpc.launch import render; sys.stdout.write(str(render.packaged_template(render.TEMPLATE)))"
+    program = (
+        "from ddp_hpc.launch import render; sys.stdout.write(str(render.packaged_template_path(render.TEMPLATE_NAME)))"
+    )
     argv = [sys.executable, "-c", f"import sys; {program}"]
 
     done = subprocess.run(argv, cwd=tmp_path, check=True, capture_output=True, text=True)
@@ -60,8 +62,8 @@ def test_what_was_installed_finds_its_own_template(wheel: zipfile.ZipFile, tmp_p
 def test_what_was_installed_finds_its_own_sites_and_recipes_of_images(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
     wheel.extractall(tmp_path)
     program = (
-        "from ddp_hpc.run.config.site import examples_dir; from ddp_hpc.launch.submission.image_build import BUILD_FILES, files_dir; "
-        "print(len(list(examples_dir().glob('*.yaml'))), all((files_dir() / name).exists() for name in BUILD_FILES))"
+        "from ddp_hpc.run.config.site import examples_dir; from ddp_hpc.launch.submission.image_build import BUILD_FILES, build_files_dir; "
+        "print(len(list(examples_dir().glob('*.yaml'))), all((build_files_dir() / name).exists() for name in BUILD_FILES))"
     )
 
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True, capture_output=True, text=True)
@@ -131,7 +133,7 @@ def test_pip_keeps_the_pytorch_that_is_there(wheel: zipfile.ZipFile) -> None:
 
 def test_pip_takes_a_submitit_that_works(wheel: zipfile.ZipFile) -> None:
     (bounds,) = re.findall(r"^Requires-Dist: submitit(.*)$", metadata(wheel), flags=re.MULTILINE)
-    (advised,) = re.findall(r"'submitit([^']*)'", allocate._unfit_message("it is another one"))
+    (advised,) = re.findall(r"'submitit([^']*)'", allocate._unfit_submitit_message("it is another one"))
 
     assert set(bounds.split(",")) == set(advised.split(",")) != {""}
 

@@ -164,7 +164,7 @@ def test_a_sweep_for_slurm_imports_nothing_that_only_a_look_at_runs_or_another_b
     for name in ("sbatch", "scontrol"):
         program.with_name(name).symlink_to("/bin/true")
     anywhere = (
-        "from ddp_hpc.launch.submission.submit_checks import capacity\ncapacity.PRIVATE_PLACES = ()\n"  # /tmp, too
+        "from ddp_hpc.launch.submission.submit_checks import capacity\ncapacity.NODE_LOCAL_DIRS = ()\n"  # /tmp, too
     )
     alone = THEN_SAY_WHAT_IS_LOADED.replace(
         "import sys\n", f"import os, sys\nos.environ['PATH'] = '{program.parent}'\n{anywhere}", 1

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from ddp_hpc.cluster.rendezvous.worker_env import ENDPOINT, RANKS, TABLE, Fact, node_variables
+from ddp_hpc.cluster.rendezvous.worker_env import ENDPOINT, RANKS, TABLE_VARIABLE, Sourced, node_variables
 from tests.architecture.test_doors import PACKAGE, ROOMS
 
-NOTHING = Fact(rule="")
-VARIABLES = frozenset({*RANKS, *ENDPOINT, TABLE, *node_variables(NOTHING, NOTHING)})
+NOTHING = Sourced(rule="")
+VARIABLES = frozenset({*RANKS, *ENDPOINT, TABLE_VARIABLE, *node_variables(NOTHING, NOTHING)})
 """PYTHONPATH is none of these: it is settled where a Python is started, in an image and out of one."""
 WRITER = "cluster/rendezvous/worker_env.py"
 SETTERS = {"setdefault", "putenv", "setenv", "update", "dict", "pop", "unsetenv"}

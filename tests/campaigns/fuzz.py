@@ -30,7 +30,7 @@ from hypothesis import strategies as st
 from ddp_hpc.base import discretion
 from ddp_hpc.base.errors import DdpHpcError
 from ddp_hpc.base.mounts import Mount
-from ddp_hpc.base.slurm_times import minutes, parse_time, seconds
+from ddp_hpc.base.slurm_times import parse_minutes, parse_seconds, parse_time
 from ddp_hpc.cli import main as command
 from ddp_hpc.cluster.slurm import framing, queries
 from ddp_hpc.cluster.slurm.allocation import read_allocation
@@ -115,7 +115,7 @@ def in_log(text: str) -> object:
     path = Path("odd.log")
     path.write_bytes(text.encode("utf-8", "surrogateescape"))
     found = lines.tail(path)
-    discretion.printable(discretion.masked(text))
+    discretion.escape_controls(discretion.mask_secrets(text))
     return of_rank.matches_in(found), exceptions.tracebacks([line.text for line in found])
 
 
@@ -125,7 +125,10 @@ READERS: Mapping[str, tuple[Sequence[str], Callable[[str], object]]] = {
     "sacct": ((of_slurm.ACCOUNTING,), queries.parse_accounting),
     "partitions": ((of_slurm.PARTITIONS,), queries.parse_partitions),
     "scontrol show config": ((of_slurm.CONFIG,), queries.parse_config),
-    "sinfo shapes": (("NodeName=n1 CPUTot=4 RealMemory=1000 Gres=gpu:a100:4 Partitions=gpu\n",), queries.parse_shapes),
+    "sinfo shapes": (
+        ("NodeName=n1 CPUTot=4 RealMemory=1000 Gres=gpu:a100:4 Partitions=gpu\n",),
+        queries.parse_node_shapes,
+    ),
     "sacctmgr": (("lab||high,low|normal\n",), queries.parse_associations),
     "qos": (("high|low|requeue|00:01:00\n",), queries.parse_qos),
     "nodes": (("node1\x1fidle\x1fnone\x1e\nnode2\x1fdrained\x1fbad disk\x1e\n",), queries.parse_nodes),
@@ -135,7 +138,7 @@ READERS: Mapping[str, tuple[Sequence[str], Callable[[str], object]]] = {
     "scontrol ping": (("Slurmctld(primary) at head is UP\n",), queries.parse_ping),
     "times": (
         ("1-00:00:48", "2026-11-21T07:27:30"),
-        lambda text: (seconds(text), minutes(text), parse_time(text)),
+        lambda text: (parse_seconds(text), parse_minutes(text), parse_time(text)),
     ),
     "host lists": (("node[1-2,07-09],gpu-a[0-3]-[1-2]x",), expand_hostlist),
     "environment of a job": ((ALLOCATION,), in_environ),

@@ -99,10 +99,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             for node, namespace in nodes.namespaces.items():
                 call("ip", "netns", "exec", namespace, "iptables", "-F")
                 put_back(nodes, node)
-            is_right = findings.culprits == expected
+            is_right = findings.culprits_text == expected
             found.append((is_right, findings))
             lines.append(
-                f"| {kind} | {expected} | {findings.culprits} | {'yes' if is_right else 'NO'} | {findings.seconds:.0f} |"
+                f"| {kind} | {expected} | {findings.culprits_text} | {'yes' if is_right else 'NO'} | {findings.seconds:.0f} |"
             )
             sys.stdout.write(lines[-1] + "\n")
             sys.stdout.flush()

@@ -24,7 +24,7 @@ from typing import Any
 
 from ddp_hpc.base.durable import replace_text
 from ddp_hpc.cluster.slow_ranks.judge import judge
-from ddp_hpc.cluster.slow_ranks.summary import read_summary
+from ddp_hpc.cluster.slow_ranks.summary import read_report
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.timeline import read_alarms
 from tests.campaigns.command_line import folder_to_fill, parser_of
@@ -105,7 +105,7 @@ def watched(run: RunDir, ranks: int) -> Iterator[list[int]]:
 
     def watch() -> None:
         while not is_over.wait(2.0):
-            reports = (read_summary(run.launches(0, rank)) for rank in range(ranks))
+            reports = (read_report(run.launches(0, rank)) for rank in range(ranks))
             verdict = judge([one for one in reports if one is not None])
             if not verdict.unknown:
                 seen.append(verdict.num_steps)

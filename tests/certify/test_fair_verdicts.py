@@ -326,7 +326,7 @@ def test_a_script_that_never_loads_starts_over_whatever_it_prints(lines: tuple[P
     finding = found("kill-at-random", record, baseline)
 
     assert (finding.verdict, names(finding)) == ("does not come back", {"starts over"})
-    assert finding.read_words == "not step_4.pt"
+    assert finding.read_back_text == "not step_4.pt"
 
 
 def test_a_quiet_script_that_loads_comes_back_and_nothing_is_said_of_its_steps() -> None:
@@ -447,8 +447,8 @@ def test_nothing_is_said_of_faults_that_were_not_tried_but_what_to_change(
 
 
 def test_a_state_that_a_script_came_back_by_is_not_said_to_be_unread_where_no_read_was_seen() -> None:
-    assert replace(EXACT, newest_state="state.npz").read_words == ""
-    assert replace(BAD, newest_state="state.npz").read_words == "not state.npz"
+    assert replace(EXACT, newest_state="state.npz").read_back_text == ""
+    assert replace(BAD, newest_state="state.npz").read_back_text == "not state.npz"
 
 
 def test_a_run_that_finished_before_its_fault_is_not_tried() -> None:

@@ -37,7 +37,7 @@ def test_the_first_signal_ends_the_work_and_a_second_one_does_not_end_the_cleani
     cleaned_up = []
 
     def work() -> None:
-        with processes.ended_by_signals():
+        with processes.signals_as_ctrl_c():
             try:
                 os.kill(os.getpid(), number)
                 time.sleep(PATIENCE_S)
@@ -56,7 +56,7 @@ def test_the_first_signal_ends_the_work_and_a_second_one_does_not_end_the_cleani
 def test_a_signal_that_is_ignored_stays_ignored() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
 
-    with processes.ended_by_signals():
+    with processes.signals_as_ctrl_c():
         os.kill(os.getpid(), signal.SIGHUP)
 
     assert signal.signal(signal.SIGHUP, before) == signal.SIG_IGN

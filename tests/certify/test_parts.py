@@ -20,10 +20,10 @@ from ddp_hpc.prove.certify.faults import FAULTS, trigger_of
 from ddp_hpc.prove.certify.file_events import FileEvents, Kind
 from ddp_hpc.prove.certify.live_files import LiveFiles, LiveOutput
 from ddp_hpc.prove.certify.live_processes import end_all_below
-from ddp_hpc.prove.certify.output_lines import Scale, losses, parse, positions, scale_of
+from ddp_hpc.prove.certify.output_lines import ProgressScale, losses, parse, positions, scale_from_lines
 from ddp_hpc.prove.certify.outside import texts_in_source
 from ddp_hpc.prove.certify.records import Save
-from ddp_hpc.prove.certify.saved_files import is_half_written, read, read_in
+from ddp_hpc.prove.certify.saved_files import is_half_written, read, read_in_copy
 from ddp_hpc.prove.certify.verdicts import FaultResult
 from ddp_hpc.run.spec.script import parse_program
 from tests.certify.made_records import lines_of, undisturbed
@@ -90,23 +90,23 @@ def test_a_file_may_stand_beside_the_word_that_makes_a_line_a_mention() -> None:
 def test_steps_that_begin_anew_in_each_epoch_are_told_apart_by_it() -> None:
     lines = [parse(f"epoch {epoch} step {step} loss {epoch + step}") for epoch in range(2) for step in (0, 10, 20)]
 
-    assert scale_of(lines) == Scale("step", has_epochs=True, stride=10)
-    assert positions(lines, scale_of(lines))[2:4] == [(0, 20), (1, 0)]
-    assert losses(lines, scale_of(lines))[1, 10] == 11
+    assert scale_from_lines(lines) == ProgressScale("step", has_epochs=True, stride=10)
+    assert positions(lines, scale_from_lines(lines))[2:4] == [(0, 20), (1, 0)]
+    assert losses(lines, scale_from_lines(lines))[1, 10] == 11
 
 
 def test_the_loss_of_an_evaluation_counts_only_where_the_training_prints_none() -> None:
     lines = [parse(text) for text in ("Eval Epoch: 1 loss 0.7", "Train Epoch: 1 loss 0.3", "Eval Epoch: 2 loss 0.6")]
 
-    assert losses(lines, scale_of(lines)) == {(1,): 0.3, (2,): 0.6}
+    assert losses(lines, scale_from_lines(lines)) == {(1,): 0.3, (2,): 0.6}
 
 
 @pytest.mark.parametrize("setting", ["accum_iter=1", "print_iter: 4"])
 def test_a_setting_that_is_named_as_a_step_hides_no_epochs(setting: str) -> None:
     lines = [parse(setting), *(parse(f"Epoch: [{epoch}]  [ {batch}/12]") for epoch in range(4) for batch in (0, 5, 10))]
 
-    assert scale_of(lines) == Scale("epoch")
-    assert positions(lines, scale_of(lines)) == [(0,), (1,), (2,), (3,)]
+    assert scale_from_lines(lines) == ProgressScale("epoch")
+    assert positions(lines, scale_from_lines(lines)) == [(0,), (1,), (2,), (3,)]
 
 
 # --- saved files -------------------------------------------------------------------------------------------------------
@@ -289,7 +289,7 @@ def test_the_place_of_a_copy_is_no_value_of_what_is_saved_in_it(tmp_path: Path) 
         folder.mkdir()
         torch.save({"best_k_models": {f"{folder}/a.ckpt": torch.ones(1)}, "dirpath": str(folder)}, folder / "last.ckpt")
         (folder / "log.txt").write_text(f"saves in {folder}")
-        found.append([read_in(folder, folder / file) for file in ("last.ckpt", "log.txt")])
+        found.append([read_in_copy(folder, folder / file) for file in ("last.ckpt", "log.txt")])
 
     (state, log), (other_state, other_log) = found
     assert (state.values, log.lines) == (other_state.values, other_log.lines)

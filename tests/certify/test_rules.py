@@ -76,7 +76,11 @@ def test_another_result_without_a_known_reason_says_what_differs_first() -> None
         first,
         f"certify does not know why; what differs first: {first}",
     )
-    assert (finding.newest_state, finding.read_back, finding.read_words) == ("step_4.pt", ["step_4.pt"], "step_4.pt")
+    assert (finding.newest_state, finding.read_back, finding.read_back_text) == (
+        "step_4.pt",
+        ["step_4.pt"],
+        "step_4.pt",
+    )
 
 
 def test_a_script_that_always_ends_otherwise_is_not_blamed_for_it() -> None:
@@ -300,7 +304,7 @@ def test_a_state_that_lies_in_several_files_is_seen_as_one() -> None:
     parts = {name: values(without=name) for name in ("optimizer", "rng")}
     saves = tuple(Save(path=f"{name}.pt", num_lines=2, at=2.0, contents=one) for name, one in parts.items())
     attempt = replace(undisturbed().attempt, saves=saves)
-    saved = replace(undisturbed(), record=replace(undisturbed().record, attempts=(attempt,))).checkpoint
+    saved = replace(undisturbed(), record=replace(undisturbed().record, attempts=(attempt,))).saved_contents
 
     assert saved is not None
     assert (saved.has_optimizer, saved.has_rng) == (True, True)

@@ -13,7 +13,7 @@ from ddp_hpc.prove.certify.certificate import command_without_secrets, earlier_s
 from ddp_hpc.prove.certify.file_events import FileEvents
 from ddp_hpc.prove.certify.outside import command_in, named_paths, refuse_saved_states
 from ddp_hpc.prove.certify.records import AttemptRecord, RunRecord, Save
-from ddp_hpc.prove.certify.sandbox import MOST_BYTES, MOST_FILES, copy_of, files_in
+from ddp_hpc.prove.certify.sandbox import MOST_BYTES, MOST_FILES, copy_work_dir, file_stats
 
 
 def a_large_file(path: Path, size: int = MOST_BYTES + 1) -> Path:
@@ -51,7 +51,7 @@ def test_what_a_run_writes_and_deletes_in_its_copy_changes_nothing_of_the_users(
     (work / "init.pt").symlink_to("../weights.pt")
     before = everything_below(work) | everything_below(tmp_path / "store") | everything_below(tmp_path / "weights.pt")
 
-    linked = copy_of(work, target)
+    linked = copy_work_dir(work, target)
     found = {str(path.relative_to(target)) for path in target.rglob("*") if path.is_file()}
     for path in sorted(target.rglob("*")):
         if path.is_file():
@@ -78,10 +78,12 @@ def test_the_states_of_a_linked_directory_are_seen_and_can_be_left_out(tmp_path:
     (work / "checkpoints").symlink_to("../store")
     (work / "latest.pt").symlink_to("checkpoints/epoch_1.pt")
 
-    copy_of(work, target)
-    copy_of(work, tmp_path / "anew", left_out=[work / path for path in files_in(target) if path.endswith("epoch_1.pt")])
+    copy_work_dir(work, target)
+    copy_work_dir(
+        work, tmp_path / "anew", left_out=[work / path for path in file_stats(target) if path.endswith("epoch_1.pt")]
+    )
 
-    assert "checkpoints/epoch_1.pt" in files_in(target)
+    assert "checkpoints/epoch_1.pt" in file_stats(target)
     assert [path.name for path in (tmp_path / "anew").rglob("*")] == ["checkpoints"]
 
 
@@ -91,7 +93,7 @@ def test_repositories_and_virtual_environments_are_only_linked(tmp_path: Path) -
         (work / name).mkdir(parents=True)
     (work / "env" / "pyvenv.cfg").touch()
 
-    linked = copy_of(work, target, left_out=[work / "runs", work])
+    linked = copy_work_dir(work, target, left_out=[work / "runs", work])
 
     assert sorted(path.name for path in target.iterdir()) == [".git", "conda", "env"]
     assert all(path.is_symlink() for path in target.iterdir())
@@ -108,7 +110,7 @@ def test_links_in_circles_and_to_directories_above_come_to_an_end(tmp_path: Path
     (work / "gone").symlink_to("missing")
     (work / "loop").symlink_to("loop")
 
-    linked = copy_of(work, target)
+    linked = copy_work_dir(work, target)
 
     assert sorted(path.name for path in target.iterdir()) == ["above", "pkg", "self"]
     assert (target / "pkg" / "up").resolve() == target
@@ -129,7 +131,7 @@ def test_a_directory_that_is_too_large_is_refused_by_its_largest_parts(tmp_path:
         a_large_file(work / "images" / "all.bin")
 
     with pytest.raises(ConfigError, match=r"The largest: images \((1|20001) files.*leave a link to it in its place"):
-        copy_of(work, target)
+        copy_work_dir(work, target)
 
     assert not target.exists()
 
@@ -142,13 +144,13 @@ def test_a_link_to_a_large_directory_is_kept_unless_saved_states_are_there_that_
     work.mkdir()
     (work / "data").symlink_to("../store")
 
-    linked = copy_of(work, tmp_path / "one")
+    linked = copy_work_dir(work, tmp_path / "one")
     (store / "epoch_1.pt").touch()
     with pytest.raises(ConfigError, match=r"data in the working directory is a link to .*epoch_1.pt is there: a saved"):
-        copy_of(work, tmp_path / "two")
+        copy_work_dir(work, tmp_path / "two")
     (store / "epoch_1.pt").chmod(0o444)
     store.chmod(0o555)
-    read_only = copy_of(work, tmp_path / "three")
+    read_only = copy_work_dir(work, tmp_path / "three")
     store.chmod(0o755)
 
     assert linked == read_only == [store]
@@ -164,7 +166,7 @@ def test_links_that_lead_to_one_another_do_not_fill_the_disk(tmp_path: Path) -> 
     (tmp_path / "one" / "other").symlink_to("../two")
     (tmp_path / "two" / "other").symlink_to("../one")
 
-    copy_of(work, tmp_path / "target")
+    copy_work_dir(work, tmp_path / "target")
 
     assert len([*(tmp_path / "target").rglob("*")]) < 10
 
@@ -172,7 +174,7 @@ def test_links_that_lead_to_one_another_do_not_fill_the_disk(tmp_path: Path) -> 
 def test_saved_states_of_an_earlier_run_are_known_by_what_the_undisturbed_run_does_with_them(tmp_path: Path) -> None:
     for name in ("epoch_1.pt", "epoch_2.pt", "last.pt", "pretrained.pt", "data.npy"):
         (tmp_path / name).touch()
-    before = files_in(tmp_path)
+    before = file_stats(tmp_path)
     (tmp_path / "epoch_1.pt").unlink()
     (tmp_path / "last.pt").write_text("changed")
 
@@ -204,7 +206,7 @@ def test_a_state_that_a_finished_run_has_left_is_known_by_any_of_its_endings_or_
 ) -> None:
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).touch()
-    before = files_in(tmp_path)
+    before = file_stats(tmp_path)
     record = RunRecord(outcome="finished", attempts=(AttemptRecord(reads=(name,)),))
 
     assert earlier_states(before, tmp_path, record, pattern) == [name] * is_state
@@ -212,7 +214,7 @@ def test_a_state_that_a_finished_run_has_left_is_known_by_any_of_its_endings_or_
 
 def test_a_state_that_a_run_overwrites_is_known_by_the_users_pattern(tmp_path: Path) -> None:
     (tmp_path / "newest").touch()
-    before = files_in(tmp_path)
+    before = file_stats(tmp_path)
     (tmp_path / "newest").write_text("changed")
 
     assert earlier_states(before, tmp_path, RunRecord(outcome="failed"), "new*") == ["newest"]

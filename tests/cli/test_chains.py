@@ -72,7 +72,7 @@ def slurm(_users_part_unchecked: None, tmp_path: Path, monkeypatch: pytest.Monke
     has_jobs(slurm, "1?", "PENDING")
     monkeypatch.setenv("PATH", slurm.environ["PATH"])
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setattr(capacity, "refuse_private_place", lambda _: None)  # the test's own may be a node's own
+    monkeypatch.setattr(capacity, "refuse_node_local_path", lambda _: None)  # the test's own may be a node's own
     return slurm
 
 
@@ -228,7 +228,7 @@ def test_a_wait_ends_with_the_reason_where_the_job_will_never_start(  # noqa: PL
         pytest.skip("it shows the state, and ends")
     told = f"echo 'JobId=11 JobName=x UserId=ada(1) JobState={state} Reason={reason} Command=x'"
     slurm.has("scontrol", f'case "$*" in *"show job"*) {told};; esac')
-    monkeypatch.setattr("ddp_hpc.launch.submission.slurm._ASK_S", (0.0, 0.0))
+    monkeypatch.setattr("ddp_hpc.launch.submission.slurm._ASK_PAUSES_S", (0.0, 0.0))
     one = ("resources.workers_per_node=1", "slurm.dependency=afterok:7", "--cluster", "slurm", stay)
 
     assert main(["submit", "name=then", *one, "--", "python", "evaluate.py", "export"]) == 1
@@ -246,7 +246,7 @@ def test_a_wait_for_a_held_job_says_once_who_is_to_act(
     why = f"echo x >> {count}; [ $(wc -l < {count}) -gt 4 ] && why=PartitionTimeLimit || why=JobHeldAdmin"
     told = 'echo "JobId=11 JobName=x UserId=ada(1) JobState=PENDING Reason=$why Command=x"'
     slurm.has("scontrol", f'case "$*" in *"show job"*) {why}; {told};; esac')
-    monkeypatch.setattr("ddp_hpc.launch.submission.slurm._ASK_S", (0.0, 0.0))
+    monkeypatch.setattr("ddp_hpc.launch.submission.slurm._ASK_PAUSES_S", (0.0, 0.0))
     words = ("name=held", "resources.workers_per_node=1", "slurm.extra.hold=true", "--cluster", "slurm", "--wait")
 
     assert main(["submit", *words, "--", "python", "evaluate.py", "export"]) == 1

@@ -50,7 +50,7 @@ def test_auto_is_slurm_where_there_is_a_cluster_even_one_that_does_not_answer(
     scontrol: str,
     goes_to_slurm: bool,
 ) -> None:
-    monkeypatch.setattr(capacity, "refuse_private_place", lambda _: None)  # the test's own may be a node's own
+    monkeypatch.setattr(capacity, "refuse_node_local_path", lambda _: None)  # the test's own may be a node's own
     install(here, sbatch="echo 'sbatch: error: Unable to contact slurm controller' >&2; exit 1", scontrol=scontrol)
 
     assert main(["submit", "run.yaml", "--dry-run"]) == 0

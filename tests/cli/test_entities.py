@@ -8,15 +8,15 @@ import pytest
 
 from ddp_hpc.cli import main
 from ddp_hpc.cli.summary import print_summary
-from ddp_hpc.run.requeue import Situation, decide_next
-from ddp_hpc.run.run_dir.ledger import Cause, End, Ending, Next, Root, record_end, record_start
+from ddp_hpc.run.requeue import DecisionInputs, decide_next
+from ddp_hpc.run.run_dir.ledger import Cause, End, Ending, Next, RootFailure, record_end, record_start
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.spec import RestartSpec
 from ddp_hpc.watch.status import read_status
 from tests.made_run import add_failure, make_run
 
-POISONED = Root(fingerprint="0a1b2c3d4e5f", entity="train_data[17]", may_recover=False, failed_step=5)
-WHY = decide_next(Situation(cause=Cause.WORKER_CRASHED, fails_again=POISONED.entity), RestartSpec()).why
+POISONED = RootFailure(fingerprint="0a1b2c3d4e5f", entity="train_data[17]", may_recover=False, failed_step=5)
+WHY = decide_next(DecisionInputs(cause=Cause.WORKER_CRASHED, fails_again=POISONED.entity), RestartSpec()).why
 
 
 @pytest.fixture

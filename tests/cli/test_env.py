@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from ddp_hpc.cli import main
-from ddp_hpc.cluster.rendezvous.worker_env import TABLE
+from ddp_hpc.cluster.rendezvous.worker_env import TABLE_VARIABLE
 from tests.unit.made_network import task
 
 NAMES = [
@@ -35,7 +35,7 @@ NAMES = [
 def _nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in NAMES:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.delenv(TABLE, raising=False)
+    monkeypatch.delenv(TABLE_VARIABLE, raising=False)
 
 
 @pytest.fixture

@@ -35,7 +35,7 @@ def here(_users_part_unchecked: None, tmp_path: Path, monkeypatch: pytest.Monkey
     for name in ("torch.sif", "a.sqsh"):
         (tmp_path / name).touch()
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(capacity, "refuse_private_place", lambda _: None)  # the test's own may be a node's own
+    monkeypatch.setattr(capacity, "refuse_node_local_path", lambda _: None)  # the test's own may be a node's own
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")
     return tmp_path
 

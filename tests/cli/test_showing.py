@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from ddp_hpc.cli.details import goodput_line
-from ddp_hpc.cli.follow_run import LINE_INTERVAL_S, show_lines
+from ddp_hpc.cli.follow_run import LINE_INTERVAL_S, show_progress_lines
 from ddp_hpc.cli.formatting import duration, number, size, table
 from ddp_hpc.cli.live import draw_screens, screen
 from ddp_hpc.cli.status_text import as_text
-from ddp_hpc.cli.summary import cause_text, exit_code, headline, next_steps
+from ddp_hpc.cli.summary import cause_text, exit_code, headline, next_commands
 from ddp_hpc.run.run_dir.paths import RunDir
-from ddp_hpc.run.run_dir.timeline import Alarm
+from ddp_hpc.run.run_dir.timeline import SlowRankAlarm
 from ddp_hpc.watch.attempt_times import KINDS
 from ddp_hpc.watch.follow import FollowUpdate
 from ddp_hpc.watch.goodput import Goodput
@@ -68,7 +68,7 @@ def ticks(interval_s: float) -> Iterator[float]:
 def shown(looks: list[FollowUpdate], *, interval_s: float) -> list[str]:
     """Return the lines that are shown of these looks, taken at such intervals."""
     out, times = io.StringIO(), ticks(interval_s)
-    show_lines(looks, out, clock=lambda: next(times))
+    show_progress_lines(looks, out, clock=lambda: next(times))
     return out.getvalue().splitlines()
 
 
@@ -108,7 +108,7 @@ def test_steps_are_told_every_few_seconds_and_states_and_evaluations_at_once() -
 
 
 def test_a_slow_rank_is_told_once_in_lines_and_stays_in_the_live_view_and_in_the_status() -> None:
-    alarm = Alarm(
+    alarm = SlowRankAlarm(
         attempt=0, rank=5, node="n7", lost_s=0.023, share=0.18, num_waiting=7, cause="data", at=1.0, since_step=20
     )
     slow = replace(status(), slow_ranks=[alarm])
@@ -195,14 +195,14 @@ def test_the_exit_code_follows_from_the_state(state: State, code: int) -> None:
     ],
 )
 def test_the_summary_ends_with_what_to_try_next(state: State, commands: list[str]) -> None:
-    told = "\n".join(next_steps(status(state), word="digits", again="ddp-hpc submit run.yaml"))
+    told = "\n".join(next_commands(status(state), word="digits", again="ddp-hpc submit run.yaml"))
 
     for command in commands:
         assert f"ddp-hpc {command.replace('.st', '.safetensors')}" in told
 
 
 def test_without_a_checkpoint_nothing_is_said_of_exporting_one() -> None:
-    told = next_steps(status("failed", last_checkpoint=None), word="digits", again="ddp-hpc submit run.yaml")
+    told = next_commands(status("failed", last_checkpoint=None), word="digits", again="ddp-hpc submit run.yaml")
 
     assert told[0].endswith("# continues from the beginning")
     assert not any("export" in line for line in told)

@@ -64,7 +64,7 @@ def add_job(run: RunDir, *, queued: str | None = None, had: str | None = None, c
 def test_a_dry_run_prints_the_script_alone_and_makes_nothing(
     slurm: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(capacity, "refuse_private_place", lambda _: None)  # the test's own may be a node's own
+    monkeypatch.setattr(capacity, "refuse_node_local_path", lambda _: None)  # the test's own may be a node's own
     install(slurm, sbatch="exit 0")
     assert main(["submit", "run.yaml", "--dry-run", "slurm.account=lab"]) == 0
 
@@ -79,7 +79,7 @@ def test_a_dry_run_prints_the_script_alone_and_makes_nothing(
 def test_a_dry_run_as_json_has_the_script_that_the_other_prints(
     slurm: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(capacity, "refuse_private_place", lambda _: None)
+    monkeypatch.setattr(capacity, "refuse_node_local_path", lambda _: None)
     install(slurm, sbatch="exit 0")
     main(["submit", "run.yaml", "--dry-run"])
     printed = capsys.readouterr().out
@@ -130,7 +130,7 @@ def test_what_cannot_be_a_script_is_one_error_and_leaves_nothing(
 def test_a_script_is_written_where_it_is_asked_for_too(
     slurm: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(capacity, "refuse_private_place", lambda _: None)  # the test's own may be a node's own
+    monkeypatch.setattr(capacity, "refuse_node_local_path", lambda _: None)  # the test's own may be a node's own
     os.mkfifo(slurm / "pipe")
     reader = os.open(slurm / "pipe", os.O_RDWR | os.O_NONBLOCK)  # open for both, so that nobody waits for anybody
 
@@ -150,7 +150,7 @@ def test_a_script_that_is_written_again_keeps_what_an_earlier_command_line_has_s
     slurm: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a run that is submitted again does: both verbs make the same request."""
-    monkeypatch.setattr(capacity, "refuse_private_place", lambda _: None)  # the test's own may be a node's own
+    monkeypatch.setattr(capacity, "refuse_node_local_path", lambda _: None)  # the test's own may be a node's own
 
     assert main(["render", "run.yaml", "train.epochs=7"]) == 0
     assert main(["render", "run.yaml"]) == 0
@@ -163,7 +163,7 @@ def test_a_refused_submission_deletes_no_run_whose_configuration_could_not_be_se
     slurm: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a client of NFS may believe for a while that a file is not there."""
-    monkeypatch.setattr(capacity, "refuse_private_place", lambda _: None)  # the test's own may be a node's own
+    monkeypatch.setattr(capacity, "refuse_node_local_path", lambda _: None)  # the test's own may be a node's own
     assert main(["render", "run.yaml"]) == 0
     run, looks = RunDir(slurm / "runs" / "run"), []
     (run.path / "checkpoints").mkdir(exist_ok=True)
@@ -200,7 +200,7 @@ def test_a_script_that_cannot_be_where_it_is_asked_for_is_refused_before_anythin
 def test_a_recipe_that_git_ignores_is_refused_before_slurm_is_asked(
     slurm: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(capacity, "refuse_private_place", lambda _: None)  # the test's own may be a node's own
+    monkeypatch.setattr(capacity, "refuse_node_local_path", lambda _: None)  # the test's own may be a node's own
     (slurm / ".gitignore").write_text("tiny.py\n")
     git(slurm, "init", "--quiet")
 
@@ -225,7 +225,7 @@ def test_a_run_directory_of_this_node_alone_is_refused_before_slurm_is_asked(
 def test_code_in_a_place_that_python_would_take_for_two_is_refused_before_slurm_is_asked(
     enabled: str, slurm: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(capacity, "refuse_private_place", lambda _: None)  # the test's own may be a node's own
+    monkeypatch.setattr(capacity, "refuse_node_local_path", lambda _: None)  # the test's own may be a node's own
     (slurm / "co:lon").mkdir()
     for name in ("run.yaml", "tiny.py"):
         (slurm / name).rename(slurm / "co:lon" / name)
@@ -243,7 +243,7 @@ def test_a_run_that_goes_on_with_code_from_another_directory_says_so(
     slurm: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As two projects with one directory of runs, whose runs are called alike."""
-    monkeypatch.setattr(capacity, "refuse_private_place", lambda _: None)  # the test's own may be a node's own
+    monkeypatch.setattr(capacity, "refuse_node_local_path", lambda _: None)  # the test's own may be a node's own
     for project in ("one", "two"):
         (slurm / project).mkdir()
         for name in ("run.yaml", "tiny.py"):

@@ -94,7 +94,7 @@ def _queued(run: RunDir) -> None:
 def test_a_run_that_somebody_may_work_on_is_left_alone(
     occupy: Any, told: str, run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(removal, "VANISH_PATIENCE_S", 0.2)
+    monkeypatch.setattr(removal, "PROCESS_EXIT_PATIENCE_S", 0.2)
     held = occupy(run)
 
     with pytest.raises(RunBusyError) as refused:

@@ -25,10 +25,10 @@ from ddp_hpc.launch.sweep.sweep_dir import (
     append_record,
     failed_attempts,
     is_being_sent,
+    lock_sending,
     make_sweep,
     read_sweep,
     record_continued,
-    sending_alone,
 )
 from ddp_hpc.run.config.resolve import resolve
 from ddp_hpc.run.run_dir.ledger import Ledger
@@ -237,15 +237,15 @@ def test_a_point_that_was_running_when_its_machine_went_down_is_started_again_bu
 def test_of_two_commands_one_runs_the_points_of_a_sweep(sweep_dir: SweepDir) -> None:
     made_sweep(sweep_dir)
 
-    with sending_alone(sweep_dir, "busy"), pytest.raises(RunBusyError, match="runs them on this machine"):
+    with lock_sending(sweep_dir, "busy"), pytest.raises(RunBusyError, match="runs them on this machine"):
         continue_sweep(sweep_dir, {}, limits={})
     with (
-        sending_alone(sweep_dir, "busy"),
+        lock_sending(sweep_dir, "busy"),
         pytest.raises(RunBusyError, match="Another command runs"),
         run_here(sweep_dir, [0], {}),
     ):
         pass
-    with sending_alone(sweep_dir, "busy"), pytest.raises(RunBusyError, match="submits or runs its points"):
+    with lock_sending(sweep_dir, "busy"), pytest.raises(RunBusyError, match="submits or runs its points"):
         delete_sweep(sweep_dir, {})
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from ddp_hpc.base.errors import UnreadableError
 from ddp_hpc.cli import main
-from ddp_hpc.run.requeue import CONTINUATIONS
+from ddp_hpc.run.requeue import MESSAGE_BY_NEXT
 from ddp_hpc.run.run_dir.ledger import Cause, End, Ending, Next, record_end, record_start
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.watch import status
@@ -152,7 +152,7 @@ def test_lines_of_the_jobs_log_of_an_attempt_that_the_run_went_on_after_prove_no
     run: RunDir, follows: Next, capsys: pytest.CaptureFixture[str]
 ) -> None:
     crash, killed = (f"srun: error: node1: task 1: {how}\n" for how in ("Segmentation fault", "Killed"))
-    run.console.write_text(f"{crash}note: rank 1; {CONTINUATIONS[follows]}\n{killed}ended: rank 1\n")
+    run.console.write_text(f"{crash}note: rank 1; {MESSAGE_BY_NEXT[follows]}\n{killed}ended: rank 1\n")
     for attempt in (0, 1):
         record_start(run, attempt=attempt, job_id="1", nodes=("node1",))
         end = End(ending=Ending.FAILED, exit_code=1, reason="rank 1", cause=Cause.WORKER_CRASHED)

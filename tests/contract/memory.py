@@ -15,7 +15,7 @@ from typing import Literal
 from ddp_hpc.base import processes
 from ddp_hpc.base.durable import append_json_line
 from ddp_hpc.base.errors import ConfigError, WorkerError
-from ddp_hpc.launch.submission.backend import Description, Submission
+from ddp_hpc.launch.submission.backend import Submission, SubmissionPlan
 from ddp_hpc.launch.submission.request import SubmitRequest
 from ddp_hpc.launch.submission.run_dir_setup import is_finished, make_run_dir
 from ddp_hpc.run.config.resolve import render_resolved
@@ -24,7 +24,7 @@ from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import (
     Progress,
     QueuedJob,
-    newest_committed,
+    newest_committed_step,
     read_progress,
     write_done,
     write_progress,
@@ -48,11 +48,11 @@ def is_here(environ: Mapping[str, str]) -> bool:
     return True
 
 
-def describe(request: SubmitRequest) -> Description:
+def describe(request: SubmitRequest) -> SubmissionPlan:
     spec = request.spec
     if spec.resources.nodes > 1:
         raise ConfigError(f"`resources.nodes` is {spec.resources.nodes}, but memory has one. Set `resources.nodes=1`.")
-    return Description(notes=["note: in memory"], command=["train", spec.name], import_paths=request.import_paths)
+    return SubmissionPlan(notes=["note: in memory"], command=["train", spec.name], import_paths=request.import_paths)
 
 
 def prepare(request: SubmitRequest) -> list[str]:
@@ -71,7 +71,7 @@ def submit(request: SubmitRequest) -> Submission:
         if is_finished(run, spec):
             return Submission(run, NAME, "finished", Ledger.read(run).newest_number)
         notes = prepare(request)
-        attempt, first_step = Ledger.read(run).newest_number + 1, newest_committed(run)
+        attempt, first_step = Ledger.read(run).newest_number + 1, newest_committed_step(run)
         record_start(run, attempt=attempt, job_id=str(attempt), first_step=first_step)
         append_json_line(run.attempts, {"attempt": attempt, "cluster": NAME})
         write_queued_job(run, QueuedJob(job_id=str(attempt), attempt=attempt, at=0.0, since=attempt, backend=NAME))

@@ -169,7 +169,7 @@ class Job:
 @pytest.fixture(params=["counting", *(pytest.param(name, marks=pytest.mark.long) for name in ("recipe", "script"))])
 def job(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
     slurm = FakeSlurm(tmp_path)
-    slurm.knows_job()
+    slurm.knows()
     slurm.knows_nodes(node1="mixed")
     slurm.has("srun", SRUN)
     run = make_run(tmp_path, "run")

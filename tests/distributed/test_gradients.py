@@ -20,7 +20,7 @@ from torch.utils.data import TensorDataset
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.spec import ResourcesSpec, RunSpec, TrainSpec
 from ddp_hpc.train.data import sample_order
-from ddp_hpc.train.data.loader import Fetched
+from ddp_hpc.train.data.loader import FetchedBatch
 from ddp_hpc.train.data.sample_order import GlobalBatch, MicroBatch, Position, SampleOrder
 from ddp_hpc.train.engine.loop import accumulate_gradients, batches_after_warmup, without_sync
 from ddp_hpc.train.engine.training import Training, assemble_training
@@ -65,14 +65,14 @@ class World:
     accumulation: int
 
 
-RankSampler = Callable[[Training, GlobalBatch, Iterator[Fetched]], None]
+RankSampler = Callable[[Training, GlobalBatch, Iterator[FetchedBatch]], None]
 Shares = Callable[[Training, MicroBatch, GlobalBatch], float]
 
 
 def _by_hand(
     t: Training,
     window: GlobalBatch,
-    loaded: Iterator[Fetched],
+    loaded: Iterator[FetchedBatch],
     *,
     share: Shares,
     keeps_to_itself: Callable[[int, int], bool] = lambda index, last: index < last,

@@ -20,7 +20,7 @@ from ddp_hpc.base.errors import ConfigError, UnreadableError
 from ddp_hpc.run.checkpoints import checkpoint_store
 from ddp_hpc.run.checkpoints.checkpoint_names import checkpoint_path
 from ddp_hpc.run.checkpoints.checkpoint_store import ChunkReader
-from ddp_hpc.run.checkpoints.shards import named_below
+from ddp_hpc.run.checkpoints.shards import select_by_prefix
 from ddp_hpc.run.spec import RunSpec, TrainSpec
 from ddp_hpc.train import sealed_store
 from ddp_hpc.train.process_group import Group
@@ -108,7 +108,7 @@ def test_of_a_checkpoint_only_the_weights_are_read_and_verified(
     save(run, 3, world_size=2)
     path = checkpoint_path(run, 3)
     manifest = checkpoint_store.read_manifest(path)
-    expected = named_below("model/", checkpoint_store.read_tensors(path, manifest))
+    expected = select_by_prefix("model/", checkpoint_store.read_tensors(path, manifest))
     read: set[tuple[str, int]] = set()
     read_chunk = ChunkReader.read
 

@@ -72,7 +72,7 @@ def test_what_the_network_does_not_carry_is_named(
 
     findings = nodes.probe()
 
-    assert findings.culprits == named, findings
+    assert findings.culprits_text == named, findings
     assert {pair.fault for pair in findings.pairs} <= {fault}
     assert findings.silent == ()
     assert findings.seconds < 60
@@ -84,7 +84,7 @@ def test_a_node_that_is_cut_off_slurms_network_too_is_said_apart(nodes: Nodes) -
 
     findings = nodes.probe(unreached=["node4"], ready_s=10)
 
-    assert (findings.culprits, findings.silent) == ("node1 - node2", ("node4",))
+    assert (findings.culprits_text, findings.silent) == ("node1 - node2", ("node4",))
 
 
 def test_nodes_of_two_racks_with_subnets_of_their_own_reach_each_other(nodes: Nodes) -> None:

@@ -25,7 +25,7 @@ NOWHERE = Case(config="", disturbed="", broken="")
 @pytest.fixture
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
     slurm = FakeSlurm(tmp_path)
-    slurm.knows_job()
+    slurm.knows()
     slurm.knows_nodes(node1="mixed")
     slurm.has("srun", SRUN)
     run = make_run(tmp_path, "run")

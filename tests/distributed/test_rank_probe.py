@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_hpc.cluster.rank_probe.client import NoAnswerError, RankProbe
-from ddp_hpc.cluster.rank_probe.collect import flight_record_of_all
+from ddp_hpc.cluster.rank_probe.collect import merged_flight_record
 from ddp_hpc.cluster.rank_probe.deadlines import Deadline, deadline_file
 from ddp_hpc.cluster.rank_probe.folder import ProbeFolder, make_folder, socket_of
 from ddp_hpc.cluster.rank_probe.server import serve, serve_at_rendezvous
@@ -386,10 +386,10 @@ from pathlib import Path
 from ddp_hpc.cluster.rendezvous.worker_env import probe_variables
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.train.watchdog import Watchdog
-from ddp_hpc.train.worker import _answer_questions
+from ddp_hpc.train.worker import _serve_rank_probe
 
 folder, run = Path(sys.argv[1]), RunDir(Path(sys.argv[2]))
-deadline = _answer_questions(run, 0, 3, probe_variables(folder, is_alone=True))
+deadline = _serve_rank_probe(run, 0, 3, probe_variables(folder, is_alone=True))
 Watchdog(4.0, deadline=deadline).feed()
 
 def stand_still():
@@ -458,17 +458,17 @@ def test_in_a_hang_the_collectives_of_gloo_and_nccl_are_joined_and_none_is_known
     probe = RankProbe(path=path, answer_s=0.3)
 
     with replies(path, {"fr_trace_json": GLOO, "dump_nccl_trace_json": NCCL}):
-        both = flight_record_of_all(probe)
+        both = merged_flight_record(probe)
         periodic = probe.flight_record_text()
     path.unlink()
     with replies(path, {"fr_trace_json": GLOO}):  # a PyTorch without NCCL
-        alone = flight_record_of_all(probe)
+        alone = merged_flight_record(probe)
     path.unlink()
     with (
         replies(path, {"fr_trace_json": GLOO, "dump_nccl_trace_json": None}),  # CUDA hangs
         pytest.raises(NoAnswerError, match="dump_nccl_trace_json"),
     ):
-        flight_record_of_all(probe)
+        merged_flight_record(probe)
 
     assert [entry["n"] for entry in both["entries"]] == [1, 2, 3]
     assert both["pg_config"].keys() == {"0", "1"}

@@ -244,6 +244,6 @@ def test_elements_of_any_kind_are_sampled(tensor: torch.Tensor) -> None:
 
     assert (
         len(compare_replicas._floats(flat, range(flat.numel())))
-        == len(compare_replicas._as_numbers(flat))
+        == len(compare_replicas._bits_as_integers(flat))
         == flat.numel()
     )

@@ -282,7 +282,7 @@ def write_by_hand(
     run: RunDir, step: int, shards: list[list[tuple[TensorEntry, torch.Tensor]]], manifest: Manifest
 ) -> Path:
     """Commit a checkpoint of which each tensor, or piece of one, lies where it is said."""
-    uncommitted = checkpoint_store.make_uncommitted(run, step, 0)
+    uncommitted = checkpoint_store.make_uncommitted_dir(run, step, 0)
     records = []
     for number, entries in enumerate(shards):
         placed, begin = [], 0

@@ -21,7 +21,7 @@ PAGE = PACKAGE.parent / "ARCHITECTURE.md"
 SLURMS_OWN = {
     ("launch/submission/slurm.py", "submit"),
     ("launch/render.py", "render"),
-    ("launch/submission/allocate.py", "allocate"),
+    ("launch/submission/allocate.py", "submit_job_script"),
     ("job/choose_endpoint.py", "endpoints_to_try"),
     ("job/launcher.py", "agents_step_argv"),
     ("job/ending/requeue_job.py", "carry_out_decision"),

@@ -154,13 +154,13 @@ def counted(group: Group, folder: Path, tokens: Any) -> list[int | None]:
     )
     training = assemble_training(spec, recipe(tokens=tokens), run, group, attempt=0, stop=StopFlag(run.stop_request))
     found: list[int | None] = []
-    take = training.numbers.take_tokens
+    take = training.numbers.take_num_tokens
 
     def take_noted(*given: Any) -> int | None:
         found.append(take(*given))
         return found[-1]
 
-    training.numbers.take_tokens = take_noted  # type: ignore[assignment,method-assign]
+    training.numbers.take_num_tokens = take_noted  # type: ignore[assignment,method-assign]
     train(training)
     training.recorder.close()
     return found

@@ -21,9 +21,9 @@ from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.base.record import write_record
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.replays import ReplayRequest
-from ddp_hpc.train.engine.replay_trace import follow_request
+from ddp_hpc.train.engine.replay_trace import set_up_replay
 from ddp_hpc.train.engine.training import Training
-from ddp_hpc.train.engine.weighted_loss import loss_of, warn_of_no_mean
+from ddp_hpc.train.engine.weighted_loss import compute_loss, warn_of_no_mean
 from ddp_hpc.train.process_group import Group
 from ddp_hpc.train.recipe import Recipe, WeightedLoss
 from tests.distributed.processes import in_group
@@ -240,7 +240,7 @@ ALIKE: dict[str, tuple[Any, Tensor, Tensor]] = {
 def test_a_sum_by_its_weight_is_what_pytorch_computes(name: str) -> None:
     loss, outputs, targets = ALIKE[name]
 
-    total, weight = loss_of(loss, outputs, targets)
+    total, weight = compute_loss(loss, outputs, targets)
 
     assert weight is not None
     torch.testing.assert_close(
@@ -252,15 +252,15 @@ def test_of_a_label_that_is_no_class_and_of_targets_that_are_no_tensor_pytorch_s
     loss: Any = nn.CrossEntropyLoss(OF_CLASSES)
 
     with pytest.raises(IndexError, match="Target 5 is out of bounds"):
-        loss_of(loss, OUTPUTS, TARGETS + 5)
+        compute_loss(loss, OUTPUTS, TARGETS + 5)
     with pytest.raises(TypeError, match="must be Tensor, not list"):
-        loss_of(loss, OUTPUTS, [0] * 16)
+        compute_loss(loss, OUTPUTS, [0] * 16)
 
 
 def test_a_traced_replay_computes_a_loss_with_class_weights_as_the_run_did(tmp_path: Path) -> None:
     def traced(training: Training) -> None:
         write_record(training.run.replay_request, ReplayRequest(end_step=4, trace_from=1))
-        follow_request(training)
+        set_up_replay(training)
 
     made: dict[str, Any] = {"train__max_steps": 4, "train__micro_batch_size": 2}
     run = trained(tmp_path / "run", recipe(LOSSES["of PyTorch"]), **made)

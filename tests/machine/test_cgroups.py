@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hpc.cluster.machine.cgroups import memory_of, own_cgroups, quota_of
+from ddp_hpc.cluster.machine.cgroups import own_cgroups, quota_of, used_and_limit
 
 GIB = 2**30
 STEP = "system.slice/slurmstepd.scope/job_7/step_0"
@@ -42,7 +42,7 @@ def test_of_version_2_the_lowest_limit_of_all_levels_counts_and_the_page_cache_d
     )
 
     assert quota_of(found) == 4.0
-    assert memory_of(found) == (3 * GIB, 8 * GIB)
+    assert used_and_limit(found) == (3 * GIB, 8 * GIB)
 
 
 def test_what_the_kernel_keeps_of_the_files_of_a_large_data_set_is_not_used_memory(tmp_path: Path) -> None:
@@ -50,7 +50,7 @@ def test_what_the_kernel_keeps_of_the_files_of_a_large_data_set_is_not_used_memo
     stat = f"anon {20 * GIB}\nfile {2 * GIB}\nshmem {GIB}\nslab_reclaimable {40 * GIB}\nslab_unreclaimable 5\n"
     files = {"memory.max": f"{64 * GIB}\n", "memory.current": f"{62 * GIB}\n", "memory.stat": stat}
 
-    assert memory_of(cgroups(tmp_path, "0::/\n", files)) == (21 * GIB, 64 * GIB)
+    assert used_and_limit(cgroups(tmp_path, "0::/\n", files)) == (21 * GIB, 64 * GIB)
 
 
 def test_of_version_1_the_same_is_read_and_its_largest_number_is_no_limit(tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_of_version_1_the_same_is_read_and_its_largest_number_is_no_limit(tmp_pa
     )
 
     assert quota_of(found) == 1.5
-    assert memory_of(found) == (2 * GIB, 4 * GIB)
+    assert used_and_limit(found) == (2 * GIB, 4 * GIB)
 
 
 @pytest.mark.parametrize("member", ["0::/not/shown/here\n", "0::/../../other\n", "0::/\n"])
@@ -80,11 +80,11 @@ def test_a_container_that_shows_its_own_cgroup_as_the_root_is_read_there(member:
     found = cgroups(tmp_path, member, {"memory.max": f"{GIB}\n", "memory.current": "5\n", "cpu.max": "50000 100000\n"})
 
     assert quota_of(found) == 0.5
-    assert memory_of(found) == (5, GIB)
+    assert used_and_limit(found) == (5, GIB)
 
 
 @pytest.mark.parametrize("member", ["", "no cgroup at all", "0::/\n"])
 def test_where_nothing_is_said_nothing_is_known(member: str, tmp_path: Path) -> None:
     found = cgroups(tmp_path, member, {"memory.max": "max\n", "cpu.max": "garbage\n"})
 
-    assert (quota_of(found), memory_of(found)) == (None, None)
+    assert (quota_of(found), used_and_limit(found)) == (None, None)

@@ -153,7 +153,7 @@ def test_status_answers_where_the_file_system_does_not_say_what_was_measured(
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(self.attempt_logs(attempt)))
 
     record_start(run, attempt=0, job_id="1")
-    monkeypatch.setattr(RunDir, "machine_uses", fail)
+    monkeypatch.setattr(RunDir, "machine_use_paths", fail)
 
     assert main(["status", str(run.path)]) == 0
     assert "machines" not in capsys.readouterr().out

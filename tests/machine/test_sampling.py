@@ -13,7 +13,7 @@ import pytest
 
 from ddp_hpc.cluster.machine.cgroups import own_cgroups
 from ddp_hpc.cluster.machine.gpus import GIB, Gpu, GpuReader
-from ddp_hpc.cluster.machine.sampler import Sampler, cpus_of, warning_of
+from ddp_hpc.cluster.machine.sampler import Sampler, cpu_s_and_cpus, memory_warning
 from tests.machine.test_cgroups import cgroups
 
 BUSY = "import time\nend = time.process_time() + {seconds}\nwhile time.process_time() < end: pass\n"
@@ -76,7 +76,7 @@ def test_the_cpus_are_those_of_the_workers_and_not_of_the_process_that_has_start
         assert root.stdout is not None
         root.stdout.readline()
 
-        assert cpus_of(sampler(root.pid).process_tree())[1] == {min(os.sched_getaffinity(root.pid))}
+        assert cpu_s_and_cpus(sampler(root.pid).process_tree())[1] == {min(os.sched_getaffinity(root.pid))}
 
 
 STEPD = """
@@ -154,9 +154,9 @@ def test_memory_that_is_about_to_run_out_is_said(tmp_path: Path) -> None:
     files = {"memory.max": f"{10 * GIB}\n", "memory.current": f"{8 * GIB}\n", "memory.stat": ""}
     one = sampler(None, cgroups(tmp_path, "0::/\n", files))
 
-    assert warning_of(one.look()) == ""
+    assert memory_warning(one.look()) == ""
     (tmp_path / "cgroup/memory.current").write_text(f"{int(9.5 * GIB)}\n")
-    warning = warning_of(one.look())
+    warning = memory_warning(one.look())
 
     assert "9.5 of the 10.0 GiB of memory that the job may use on n1" in warning
     assert "resources.mem_gb" in warning

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ddp_hpc.run.run_dir.joined_ranks import write_meeting
+from ddp_hpc.run.run_dir.joined_ranks import write_rendezvous
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import Progress, write_progress
-from ddp_hpc.run.run_dir.timeline import Mark, RanksLook, as_line
+from ddp_hpc.run.run_dir.timeline import Mark, RankComparison, as_line
 
 BEGIN = 1_750_000_000.0
 """15 June 2025."""
@@ -47,7 +47,7 @@ class _Files:
 
     ledger: list[str] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
-    looks: list[RanksLook] = field(default_factory=list)
+    looks: list[RankComparison] = field(default_factory=list)
     metrics: list[str] = field(default_factory=list)
     superseded: list[str] = field(default_factory=list)
 
@@ -82,7 +82,7 @@ def made_run(folder: Path, plans: Sequence[Plan], *, ranks: int = 2, nodes: int 
                 "reason": plan.reason,
             }
             files.ledger.append(line_of(attempt=number, **end, last_step=kept, failed_nodes=[], ended_at=at))
-        write_meeting(run, number, "10.0.0.1:29500", "ib0, the fastest network that all nodes share: InfiniBand")
+        write_rendezvous(run, number, "10.0.0.1:29500", "ib0, the fastest network that all nodes share: InfiniBand")
     files.write(run)
     last = plans[-1].reached
     write_progress(
@@ -109,12 +109,12 @@ def _train(files: _Files, attempt: int, at: float, numbers: Sequence[int], sourc
             done, saves = step - first, step // every - first // every
             seconds = {name: one * done for name, one in PHASES.items()} | {"checkpoint": 0.5 * saves}
             files.marks.append(Mark(kind="phases", attempt=attempt, at=at, step=step, num_steps=done, phases=seconds))
-            look = RanksLook(attempt=attempt, at=at, step=step, step_s=STEP_S, lost_s={})
+            look = RankComparison(attempt=attempt, at=at, step=step, step_s=STEP_S, lost_s={})
             files.looks.append(look_of(look, ranks, source))
     return at
 
 
-def look_of(look: RanksLook, ranks: int, source: random.Random) -> RanksLook:
+def look_of(look: RankComparison, ranks: int, source: random.Random) -> RankComparison:
     """Return a comparison with its values: rank 5 is slow from step 400 to 900."""
     is_slow = look.step is not None and 400 < look.step <= 900
     lost = {rank: source.gauss(0, 0.004) + (0.05 if rank == 5 and is_slow else 0.0) for rank in range(ranks)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ddp_hpc.watch.report.axes import axis, clock_times
+from ddp_hpc.watch.report.axes import axis, clock_axis
 from ddp_hpc.watch.report.words import compact
 
 
@@ -41,7 +41,7 @@ def test_a_logarithmic_axis_has_two_to_nine_marks_in_order(high: float) -> None:
 
 @pytest.mark.parametrize("length_s", [0.0, 3.0, 95.0, 4_000.0, 90_000.0, 5e6, 1e8])
 def test_an_axis_of_times_has_few_marks_for_a_minute_and_for_years(length_s: float) -> None:
-    found = clock_times(1_750_000_000.0, 1_750_000_000.0 + length_s)
+    found = clock_axis(1_750_000_000.0, 1_750_000_000.0 + length_s)
 
     assert len(found.ticks) <= 7
     assert all(0.0 <= at <= 1.0 for at, _ in found.ticks)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ddp_hpc.run.run_dir.machine_use import MachineUse
-from ddp_hpc.run.run_dir.timeline import Alarm, Mark, read_alarms, record_alarms
+from ddp_hpc.run.run_dir.timeline import Mark, SlowRankAlarm, read_alarms, record_alarms
 from ddp_hpc.watch.attempt_times import KINDS
 from ddp_hpc.watch.report.data import RunData
 from ddp_hpc.watch.report.notes import MOST_NOTES, NOTHING, notes_of
@@ -112,7 +112,7 @@ def test_saves_are_never_too_many_and_too_few_at_once(spent: dict[str, float], k
 
 def test_a_rank_that_was_named_as_slow_counts_by_the_mean_of_the_whole_run(tmp_path: Path) -> None:
     run = large_run(tmp_path / "run")
-    alarm = Alarm(
+    alarm = SlowRankAlarm(
         attempt=0, rank=5, node="node00", lost_s=0.05, share=0.25, num_waiting=63, cause="", at=1.0, since_step=1
     )
     record_alarms(run, [alarm])
@@ -148,7 +148,9 @@ def test_updates_that_were_skipped_are_counted_before_lines_are_thinned_out(tmp_
 
 def test_an_odd_line_of_a_slow_rank_is_skipped(tmp_path: Path) -> None:
     run = large_run(tmp_path / "run")
-    alarm = Alarm(attempt=0, rank=5, node="n", lost_s=0.05, share=0.2, num_waiting=63, cause="", at=1.0, since_step=1)
+    alarm = SlowRankAlarm(
+        attempt=0, rank=5, node="n", lost_s=0.05, share=0.2, num_waiting=63, cause="", at=1.0, since_step=1
+    )
     run.slow_ranks.write_text("".join(line_of(**{**asdict(alarm), key: "y"}) for key in ("share", "at", "rank")))
     record_alarms(run, [alarm])
 

@@ -25,7 +25,7 @@ NOW = BEGIN + 50_000.0
 
 def runs_of(folder: Path) -> list[tuple[RunDir, dict[str, object]]]:
     sweep = SweepDir(folder)
-    return [(sweep.run(point), point.shown) for point in read_sweep(sweep).points]
+    return [(sweep.run(point), point.shown_settings) for point in read_sweep(sweep).points]
 
 
 def test_the_points_are_sorted_by_the_loss_and_by_the_metric_that_the_configuration_names(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ddp_hpc.cluster.slow_ranks.launches import Launches
-from ddp_hpc.cluster.slow_ranks.summary import Clock, Phases, Summary
+from ddp_hpc.cluster.slow_ranks.summary import ClockOffset, Phases, RankReport
 
 STEP_S = 0.1
 Delay = Callable[[int, int], float]
@@ -39,13 +39,13 @@ class Made:
     nodes: Sequence[str] = ()
     ahead_s: dict[str, float] = field(default_factory=dict)
     """How far the clock of a node is ahead."""
-    clocks: dict[str, Clock] = field(default_factory=dict)
+    clocks: dict[str, ClockOffset] = field(default_factory=dict)
     group: str = "0"
     evaluation_s: float = 0.0
     """How long an evaluation in the middle takes."""
     phases: Callable[[int], Phases | None] = lambda _: None
 
-    def summaries(self) -> list[Summary]:
+    def summaries(self) -> list[RankReport]:
         chance = random.Random(1)
         kinds = sorted({*self.buckets, *self.after, "all_reduce loss"})
         rows: list[list[tuple[str, float]]] = [[] for _ in range(self.world_size)]
@@ -67,11 +67,11 @@ class Made:
                 now += 0.001
         return [self._summary(rank, row, kinds) for rank, row in enumerate(rows)]
 
-    def _summary(self, rank: int, row: Sequence[tuple[str, float]], kinds: list[str]) -> Summary:
+    def _summary(self, rank: int, row: Sequence[tuple[str, float]], kinds: list[str]) -> RankReport:
         node = self.nodes[rank] if self.nodes else "node0"
         at_us = [round((at + self.ahead_s.get(node, 0.0)) * 1e6) for _, at in row]
         launches = Launches(self.group, [*range(1, len(row) + 1)], [kinds.index(name) for name, _ in row], at_us)
-        return Summary(
+        return RankReport(
             rank=rank,
             world_size=self.world_size,
             node=node,

@@ -42,12 +42,12 @@ def store() -> dist.TCPStore:
 
 def test_a_clock_that_is_a_minute_ahead_is_found_within_the_error_that_is_given(store: dist.TCPStore) -> None:
     client = dist.TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)
-    answerer = threading.Thread(target=clocks.answer, args=(client,), daemon=True)
+    answerer = threading.Thread(target=clocks.answer_questions, args=(client,), daemon=True)
     answerer.start()
     asker = dist.TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)
 
     for _ in range(3):
-        found = clocks.ask(asker, lambda: time.time() + 60)
+        found = clocks.ask_offset(asker, lambda: time.time() + 60)
         assert abs(found.ahead_s - 60) <= found.error_s
         assert found.error_s > 0
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from ddp_hpc.cluster.slow_ranks.judge import judge
 from ddp_hpc.cluster.slow_ranks.launches import read_launches
-from ddp_hpc.cluster.slow_ranks.summary import Summary
+from ddp_hpc.cluster.slow_ranks.summary import RankReport
 
 SLOW, STEPS = 1, 30
 
@@ -48,7 +48,7 @@ def test_the_flight_records_that_pytorch_keeps_by_default_name_the_rank_that_is_
     summaries = []
     for rank in range(2):
         kinds, launches = read_launches((tmp_path / f"{rank}.json").read_bytes())
-        summaries.append(Summary(rank=rank, world_size=2, node="node1", turn=1, kinds=kinds, launches=launches))
+        summaries.append(RankReport(rank=rank, world_size=2, node="node1", turn=1, kinds=kinds, launches=launches))
     verdict = judge(summaries)
 
     [slow] = verdict.slow

@@ -10,7 +10,7 @@ import pytest
 from ddp_hpc.cluster.slow_ranks.judge import judge
 from ddp_hpc.cluster.slow_ranks.launches import Launches
 from ddp_hpc.cluster.slow_ranks.step_starts import step_starts
-from ddp_hpc.cluster.slow_ranks.summary import Clock, Phases, Summary, read_summary, write_summary
+from ddp_hpc.cluster.slow_ranks.summary import ClockOffset, Phases, RankReport, read_report, write_report
 from ddp_hpc.run.run_dir.paths import RunDir
 from tests.slow_ranks.made_launches import STEP_S, Made, of_rank
 
@@ -93,11 +93,11 @@ def test_a_small_delay_is_not_counted_once_for_each_bucket_of_a_step() -> None:
 
 def test_clocks_that_differ_between_nodes_are_set_right_and_a_difference_within_their_error_names_nobody() -> None:
     nodes = ["a", "a", "b", "b"]
-    known = {"b": Clock(60.0, 0.001)}
+    known = {"b": ClockOffset(60.0, 0.001)}
     assert named(Made(nodes=nodes, ahead_s={"b": 60.0}, clocks=known)) == []
     assert named(Made(nodes=nodes, ahead_s={"b": 60.0}, clocks=known, delay=of_rank(3, 0.03))) == [3]
     # The true difference is 60.02 s, which both ranks of the node seem to be late. The error says that it may be.
-    off = {"b": Clock(60.0, 0.02)}
+    off = {"b": ClockOffset(60.0, 0.02)}
     assert named(Made(nodes=nodes, ahead_s={"b": 60.02}, clocks=off)) == []
 
 
@@ -111,7 +111,7 @@ def test_where_clocks_were_not_compared_only_ranks_of_one_node_are() -> None:
 def test_windows_that_overlap_in_part_are_judged_where_they_do_and_others_are_not() -> None:
     [first, *others] = Made(num_steps=100, delay=of_rank(0, 0.05)).summaries()
 
-    def cut(summary: Summary, start: int, end: int) -> Summary:
+    def cut(summary: RankReport, start: int, end: int) -> RankReport:
         [one] = summary.launches
         part = Launches(one.group, one.seqs[start:end], one.kinds[start:end], one.at_us[start:end])
         return msgspec.structs.replace(summary, launches=[part])
@@ -167,13 +167,13 @@ def test_a_report_comes_back_as_it_was_written_and_is_small(tmp_path: Path) -> N
     summary = Made(num_steps=330, now_and_then=5).summaries()[2]
     assert len(summary.launches[0].seqs) > 1000
 
-    write_summary(run, 3, summary)
+    write_report(run, 3, summary)
 
-    assert read_summary(run.launches(3, 2)) == summary
+    assert read_report(run.launches(3, 2)) == summary
     assert run.launches(3, 2).stat().st_size < 13_000
-    assert read_summary(run.launches(3, 1)) is None
+    assert read_report(run.launches(3, 1)) is None
     run.launches(3, 2).write_text('{"rank": 2')
-    assert read_summary(run.launches(3, 2)) is None
+    assert read_report(run.launches(3, 2)) is None
 
 
 def test_the_steps_of_our_own_loop_are_found_among_votes_to_stop_that_come_after_every_one_or_two_steps() -> None:

@@ -181,7 +181,7 @@ def try_case(login: LoginNode, number: int, launcher: str, case: Break) -> dict[
     assert end is not None
     found = read_network(login.run(name), begun.attempt)
     why = json.loads(login.type("why", name, "--attempt", str(begun.attempt), "--json").stdout)
-    named = "" if found is None else found.culprits
+    named = "" if found is None else found.culprits_text
     known_at = (end.ended_at or 0.0) - broken_at
     return {
         "case": number,

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from ddp_hpc.cluster.rendezvous.worker_env import TABLE
+from ddp_hpc.cluster.rendezvous.worker_env import TABLE_VARIABLE
 from ddp_hpc.train.recipe import Recipe
 
 
@@ -20,7 +20,7 @@ def build(folder: str) -> Recipe:
     """Return the recipe; write this rank's findings into a folder."""
     environ = dict(os.environ)
     rows = env_says(environ)
-    names = {row["name"] for row in rows} | {TABLE}
+    names = {row["name"] for row in rows} | {TABLE_VARIABLE}
     kept = ("MASTER_ADDR", "MASTER_PORT")  # no task of a plain srun could know what the supervisor has chosen
     plain = {
         name: value for name, value in environ.items() if name not in names or name in kept or name.startswith("SLURM_")

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from ddp_hpc.base.record import known_record
+from ddp_hpc.base.record import try_read_record
 from ddp_hpc.run.run_dir.ledger import Ledger
-from ddp_hpc.run.run_dir.preflight import Preflight
+from ddp_hpc.run.run_dir.preflight import PreflightReport
 from tests.slurm.cluster import USER, Cluster
 from tests.slurm.lab.tools import attempt, sh
 from tests.slurm.runs import SMALL, TRIAL_RECIPE, LoginNode, world
@@ -406,7 +406,7 @@ def test_a_run_on_healthy_nodes_is_checked_and_trains(login: LoginNode, launcher
     )
 
     assert login.status("checked")["state"] == "finished"
-    found = known_record(login.run("checked").preflight(0), Preflight)
+    found = try_read_record(login.run("checked").preflight(0), PreflightReport)
     assert found is not None
     assert found.failures == []
     assert not login.run("checked").preflight_files(0).exists()

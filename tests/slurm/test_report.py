@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ddp_hpc.run.run_dir.joined_ranks import read_meeting
+from ddp_hpc.run.run_dir.joined_ranks import read_rendezvous
 from tests.report.test_page import Outline
 from tests.slurm.cluster import Cluster
 from tests.slurm.faulty_runs import FAULTY, attempts, await_done, await_first_end, await_step, slow_file
@@ -47,7 +47,7 @@ def test_a_preempted_run_shows_how_long_it_waited_in_the_queue_its_job_its_nodes
     assert page.texts.count("node1, node2") == 2
     assert any(text.startswith("queued ") for text in page.texts)
     for number in (0, 1):
-        met = read_meeting(place.run("low"), number)
+        met = read_rendezvous(place.run("low"), number)
         assert met is not None
         assert met.endpoint in page.texts
         assert met.why in page.text

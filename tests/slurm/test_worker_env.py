@@ -10,10 +10,10 @@ import pytest
 
 from ddp_hpc.cluster.rendezvous.worker_env import (
     CPUS_BEFORE,
-    GIVEN,
+    GIVEN_VARIABLE,
     PROBE_FOLDER,
     PROBES_ITSELF,
-    TABLE,
+    TABLE_VARIABLE,
     USERS_CODE,
 )
 from tests.slurm.cluster import USER, Cluster
@@ -64,7 +64,7 @@ def test_the_table_of_env_in_each_rank_is_the_ranks_environment(
         found = json.loads((folder / f"rank-{rank}.json").read_text())
         environ, rows = found["environ"], {row["name"]: row for row in found["env"]}
         assert {name: row["value"] for name, row in rows.items()} == {name: environ.get(name) for name in rows}
-        carried = json.loads(environ[TABLE])["variables"]  # as the launcher wrote it
+        carried = json.loads(environ[TABLE_VARIABLE])["variables"]  # as the launcher wrote it
         assert {name: row[0] for name, row in carried.items()} == {name: environ.get(name) for name in rows}
         assert (rows["RANK"]["value"], rows["NODE_RANK"]["value"]) == (str(rank), str(rank // 2))
         assert rows["MASTER_ADDR"]["value"] == meeting[1]
@@ -76,8 +76,8 @@ def test_the_table_of_env_in_each_rank_is_the_ranks_environment(
         ):  # it chooses a port and sets variables of its own, before the worker's process begins
             before = {name for name, _, _ in (line.partition("=") for line in found["at_exec"])}
             given = {name for name in environ.keys() - before if not name.startswith(PYTHONS_AND_TORCHS)}
-            told = {name for name in {*rows, TABLE} - before if not name.startswith(PYTHONS_AND_TORCHS)}
-            assert given - {USERS_CODE, PROBE_FOLDER, PROBES_ITSELF, GIVEN, CPUS_BEFORE} == told
+            told = {name for name in {*rows, TABLE_VARIABLE} - before if not name.startswith(PYTHONS_AND_TORCHS)}
+            assert given - {USERS_CODE, PROBE_FOLDER, PROBES_ITSELF, GIVEN_VARIABLE, CPUS_BEFORE} == told
             assert rows["MASTER_PORT"]["value"] == meeting[2]
         if launcher == "srun":  # where Slurm knows the ranks, it tells the same without the launcher's table
             derived = {row["name"]: row["value"] for row in found["derived_by_a_plain_task"]}

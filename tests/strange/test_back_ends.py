@@ -10,7 +10,7 @@ import pytest
 from ddp_hpc.base.durable import append_json_line
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.cluster.slurm import client
-from ddp_hpc.launch.submission.allocate import allocate
+from ddp_hpc.launch.submission.allocate import submit_job_script
 from ddp_hpc.launch.submission.backend import backend_of, backends_of
 from ddp_hpc.run.run_dir.ledger import record_start
 from ddp_hpc.run.run_dir.records import QueuedJob, write_queued_job
@@ -39,7 +39,7 @@ def test_a_site_whose_sbatch_greets_its_users_still_tells_the_jobs_number(
     slurm.has("srun", "true")
     monkeypatch.setenv("PATH", slurm.environ["PATH"])
 
-    assert allocate(run, slurm.environ) == "17"
+    assert submit_job_script(run, slurm.environ) == "17"
     assert client.submit(run.job_script, slurm.environ) == "17"
 
 

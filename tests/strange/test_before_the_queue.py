@@ -23,7 +23,7 @@ from ddp_hpc.cli import main
 from ddp_hpc.job.node import check_users_part
 from ddp_hpc.job.script.source import early_imports
 from ddp_hpc.launch.submission import local
-from ddp_hpc.launch.submission.run_dir_setup import refuse_several_torchruns
+from ddp_hpc.launch.submission.run_dir_setup import refuse_torchrun_per_worker
 from ddp_hpc.launch.submission.submit_checks import capacity, users_part
 from ddp_hpc.run.config.resolve import load_resolved
 from ddp_hpc.run.run_dir.paths import RunDir
@@ -58,13 +58,13 @@ def test_a_python_that_nodes_do_not_share_is_refused(
     wanted = pytest.raises(ConfigError, match=rf"This Python uses {python}, but each node has a {told}")
 
     with wanted if told else nullcontext():
-        capacity.refuse_private_place(HOME_RUN, [Path("/usr/lib"), Path(python)])
+        capacity.refuse_node_local_path(HOME_RUN, [Path("/usr/lib"), Path(python)])
 
 
 def on_login_node(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make a directory of a user's, on a host with commands of Slurm that accept everything."""
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(capacity, "refuse_private_place", lambda _: None)
+    monkeypatch.setattr(capacity, "refuse_node_local_path", lambda _: None)
     monkeypatch.setenv("PATH", f"{folder}/bin:/usr/bin:/bin")
     (folder / "bin").mkdir()
     for name in ("sbatch", "scontrol", "squeue", "srun"):
@@ -386,7 +386,7 @@ def test_a_script_that_saves_beside_itself_among_the_runs_is_told_where_its_file
     pattern: str, is_told: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(capacity, "refuse_private_place", lambda _: None)
+    monkeypatch.setattr(capacity, "refuse_node_local_path", lambda _: None)
     (tmp_path / "train.py").write_text("")
 
     assert main(["render", "name=yolo", f"script.progress={pattern}", "--", "python", "train.py"]) == 0
@@ -401,7 +401,7 @@ def test_without_a_snapshot_the_job_imports_the_code_where_it_lies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(capacity, "refuse_private_place", lambda _: None)
+    monkeypatch.setattr(capacity, "refuse_node_local_path", lambda _: None)
     (tmp_path / "net.py").write_text("def build(): ...")
     (tmp_path / "run.yaml").write_text("recipe: {target: 'net:build'}\n")
 
@@ -520,7 +520,7 @@ def test_a_submission_from_within_a_job_says_how_to_use_that_job(
 )
 def test_torchrun_as_the_one_worker_of_a_node_is_taken(nodes: int, workers: int, command: str) -> None:
     script, resources = ScriptSpec(command=tuple(command.split())), ResourcesSpec(nodes=nodes, workers_per_node=workers)
-    refuse_several_torchruns(RunSpec(name="net", script=script, resources=resources))
+    refuse_torchrun_per_worker(RunSpec(name="net", script=script, resources=resources))
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from ddp_hpc.base import processes
-from ddp_hpc.cluster.rendezvous.links.findings import LinkAnswer, findings_of
+from ddp_hpc.cluster.rendezvous.links.findings import NodeLinkReport, findings_of
 from ddp_hpc.cluster.rendezvous.links.probe import NUM_DATAGRAMS, NodeProbe, Sockets
 from ddp_hpc.cluster.rendezvous.links.rounds import rounds_of
 from ddp_hpc.job.ending import network_probe
@@ -131,9 +131,9 @@ def test_nodes_of_one_image_that_share_an_address_are_not_taken_for_each_other()
     assert (findings.bad_nodes, findings.num_pairs) == (("c",), 1)
 
 
-def answer(number: int, num_nodes: int, partners: Sequence[int] | None = None) -> LinkAnswer:
+def answer(number: int, num_nodes: int, partners: Sequence[int] | None = None) -> NodeLinkReport:
     others = [one for one in range(num_nodes) if one != number] if partners is None else partners
-    return LinkAnswer(
+    return NodeLinkReport(
         address=f"10.2.{number // 250}.{number % 250 + 1}",
         network="10.2.0.0/16",
         tcp=dict.fromkeys(others, "good"),
@@ -156,7 +156,7 @@ def test_of_512_nodes_two_bad_ones_a_bad_pair_and_a_silent_one_are_found_with_18
 
     findings = findings_of([f"n{number}" for number in range(512)], answers, address="10.2.0.1", at=0.0, seconds=1.0)
 
-    assert findings.culprits == "n7, n8, n100 - n101"
+    assert findings.culprits_text == "n7, n8, n100 - n101"
     assert findings.silent == ("n300",)
     assert max(map(len, partners.values())) <= 18
 

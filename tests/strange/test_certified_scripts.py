@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ddp_hpc.prove.certify.certificate import hint_on, time_needed
+from ddp_hpc.prove.certify.certificate import hint_on, time_estimate_text
 
 DASHBOARD = """
 import os, subprocess, time, torch
@@ -112,4 +112,4 @@ def test_a_failure_that_only_certify_causes_gets_a_hint(error: str, expected: st
     [(1200, 8, "3.3 h"), (30, 8, "5 min"), (3, 2, "1 min")],
 )
 def test_how_long_the_faults_take_is_said_before_they_begin(seconds: float, num_faults: int, expected: str) -> None:
-    assert expected in time_needed(seconds, num_faults)
+    assert expected in time_estimate_text(seconds, num_faults)

@@ -21,7 +21,7 @@ from ddp_hpc.run.run_dir.ledger import Ledger
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.replays import AttemptInputs, write_inputs
 from ddp_hpc.run.spec import CheckpointSpec
-from ddp_hpc.train.compare_replicas import Replicas
+from ddp_hpc.train.compare_replicas import ReplicaCheck
 from ddp_hpc.train.engine import nonfinite
 from ddp_hpc.train.engine.loop import train
 from ddp_hpc.train.engine.nonfinite import LossWatch
@@ -298,8 +298,8 @@ def test_a_run_that_does_not_wait_to_skip_has_the_bits_of_one_that_waits(kind: s
         )
 
         def after_first_step(training: Training, waits: str = waits) -> None:
-            learn = training.guard._learn
-            training.guard._learn = lambda *given: (learn(*given), setattr(training.guard, "why_waits", waits))  # type: ignore[assignment,func-returns-value,method-assign]
+            learn = training.guard._see_changes
+            training.guard._see_changes = lambda *given: (learn(*given), setattr(training.guard, "why_waits", waits))  # type: ignore[assignment,func-returns-value,method-assign]
 
         training = trained(
             tmp_path / f"run{waits}", recipe, change=after_first_step, train__on_nonfinite="skip",
@@ -429,7 +429,7 @@ def test_all_ranks_end_with_the_same_words_though_one_alone_saw_it(tmp_path: Pat
 
     def look(group: Group) -> tuple[str, bool]:
         run = RunDir(tmp_path / "run")
-        replicas = Replicas(run, group, attempt=0, every_steps=None)
+        replicas = ReplicaCheck(run, group, attempt=0, every_steps=None)
         watch = LossWatch(made_checkpointer(run, group), replicas, make_state(), policy="stop")
         for step in range(10, 20):
             bad = group.rank_info.rank == 1 and step >= 12
@@ -484,4 +484,4 @@ def test_gradients_without_elements_are_finite() -> None:
     empty = nn.Parameter(torch.zeros(0, 3))
     empty.sum().backward()
 
-    assert not nonfinite._not_finite(torch.optim.SGD([empty]))
+    assert not nonfinite._nonfinite_flag(torch.optim.SGD([empty]))

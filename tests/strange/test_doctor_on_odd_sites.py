@@ -10,18 +10,18 @@ import pytest
 
 from ddp_hpc.cluster.node_checks.answers import NodeAnswers, NodeNeeds
 from ddp_hpc.cluster.node_checks.checks import findings_of
-from ddp_hpc.cluster.node_checks.facts import Disk, NodeFacts, Shared
+from ddp_hpc.cluster.node_checks.facts import Disk, NodeFacts, SharedDir
 from ddp_hpc.cluster.node_checks.gather import gather
 from ddp_hpc.job.preflight import outcome_of_findings
-from ddp_hpc.run.run_dir.network import NetworkFindings, Pace
-from ddp_hpc.run.run_dir.preflight import Finding, Preflight
+from ddp_hpc.run.run_dir.network import LinkMetrics, NetworkFindings
+from ddp_hpc.run.run_dir.preflight import Finding, PreflightReport
 from tests.unit.test_doctor import a_slurm, found_by
 from tests.unit.test_node_verdict import GOOD, network
 
 
 def many(count: int) -> dict[str, NodeFacts]:
     names = tuple(f"n{number}" for number in range(count))
-    facts = replace(GOOD, names={name: (f"10.0.{name[1:]}.1",) for name in names}, shared=Shared(seen=names))
+    facts = replace(GOOD, names={name: (f"10.0.{name[1:]}.1",) for name in names}, shared=SharedDir(seen=names))
     return dict.fromkeys(names, facts)
 
 
@@ -83,7 +83,7 @@ def test_amd_gpus_count_as_the_job_sees_them(name: str, tmp_path: Path) -> None:
 def test_a_node_of_another_version_of_ddp_hpc_is_named() -> None:
     facts = many(3)
     del facts["n1"]  # its answer had another form, so it counts as none
-    facts = {name: replace(one, shared=Shared(seen=("n0", "n2"))) for name, one in facts.items()}
+    facts = {name: replace(one, shared=SharedDir(seen=("n0", "n2"))) for name, one in facts.items()}
 
     found = findings_of(NodeAnswers(nodes=("n0", "n1", "n2"), facts=facts, network=network(("n0", "n1", "n2"))))
 
@@ -93,8 +93,8 @@ def test_a_node_of_another_version_of_ddp_hpc_is_named() -> None:
 def test_two_nodes_whose_clocks_differ_name_neither() -> None:
     nodes = ("n0", "n1")
     paces = (
-        Pace(sender="n0", receiver="n1", mb_per_s=100.0, ahead_s=90.0, trip_s=0.001),
-        Pace(sender="n1", receiver="n0", mb_per_s=100.0, ahead_s=-90.0, trip_s=0.001),
+        LinkMetrics(sender="n0", receiver="n1", mb_per_s=100.0, ahead_s=90.0, trip_s=0.001),
+        LinkMetrics(sender="n1", receiver="n0", mb_per_s=100.0, ahead_s=-90.0, trip_s=0.001),
     )
 
     (found,) = not_good(many(2), network(nodes, paces=paces))
@@ -102,8 +102,8 @@ def test_two_nodes_whose_clocks_differ_name_neither() -> None:
     assert (found.check, found.level, found.nodes) == ("clocks", "warn", ())
 
 
-def preflight(*findings: Finding) -> Preflight:
-    return Preflight(at=0.0, seconds=1.0, nodes=("n0", "n1", "n2"), findings=findings)
+def preflight(*findings: Finding) -> PreflightReport:
+    return PreflightReport(at=0.0, seconds=1.0, nodes=("n0", "n1", "n2"), findings=findings)
 
 
 NAMED = Finding(check="torch", level="fail", found="", nodes=("n1",))

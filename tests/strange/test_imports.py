@@ -92,7 +92,7 @@ def test_a_node_is_asked_to_import_the_users_own_recipe(tmp_path: Path) -> None:
             [
                 sys.executable,
                 "-c",
-                node_probe._PROBE_CODE,
+                node_probe._PROBE_PROGRAM,
                 str(run.path),
                 workload_of(load_resolved(run.config)).worker,
             ],
@@ -105,4 +105,4 @@ def test_a_node_is_asked_to_import_the_users_own_recipe(tmp_path: Path) -> None:
         for path in (str(tmp_path), "")
     ]
 
-    assert [node_probe._CAN_START in answer for answer in answers] == [True, False]
+    assert [node_probe._CAN_START_MARKER in answer for answer in answers] == [True, False]

@@ -16,8 +16,8 @@ def test_what_a_recipe_prints_is_logged_in_utf_8_whatever_the_locale_can_write(e
     script = """
 import sys
 from pathlib import Path
-from ddp_hpc.train.recording.rank_log import open_rank_log
-open_rank_log(Path(sys.argv[1]), is_rank_zero=False)
+from ddp_hpc.train.recording.rank_log import redirect_output
+redirect_output(Path(sys.argv[1]), is_rank_zero=False)
 print("e\\u011fitim \\u20ac", "\\ud800", flush=True)
 """
     log = tmp_path / "rank-0.log"

@@ -19,7 +19,7 @@ from ddp_hpc.cluster.rank_probe.collect import process_state
 from ddp_hpc.cluster.rank_probe.compare_ranks import compare
 from ddp_hpc.cluster.rank_probe.folder import make_folder, socket_of
 from ddp_hpc.job.script.liveness import cpu_seconds
-from ddp_hpc.run.run_dir.hang_records import DUMPING, RankInHang, read_hang_records, write_hang_record
+from ddp_hpc.run.run_dir.hang_records import DUMPING_STATE, RankInHang, read_hang_records, write_hang_record
 from ddp_hpc.run.run_dir.paths import RunDir
 from tests.unit.test_compare_ranks import LOADS, OPEN, launched, rank
 
@@ -126,9 +126,9 @@ def test_a_rank_whose_core_file_is_still_being_written_has_crashed_and_does_not_
         states.add(process_state(crashing.pid))
     for core in tmp_path.glob("core*"):
         core.unlink()
-    assert DUMPING in states
+    assert DUMPING_STATE in states
 
-    verdict = compare([rank(0, OPEN), rank(1, flight_record=None, stacks=None, answers=False, state=DUMPING)], 2)
+    verdict = compare([rank(0, OPEN), rank(1, flight_record=None, stacks=None, answers=False, state=DUMPING_STATE)], 2)
 
     assert (verdict.kind, verdict.ranks) == ("crashed", [1])
     assert "core file" in verdict.how

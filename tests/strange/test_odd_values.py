@@ -13,20 +13,20 @@ from ddp_hpc.base.record import write_record
 from ddp_hpc.cli import main
 from ddp_hpc.run.run_dir.failure_reports import write_rank_end
 from ddp_hpc.run.run_dir.hang_records import RankInHang, write_hang_record
-from ddp_hpc.run.run_dir.joined_ranks import write_meeting, write_missing
-from ddp_hpc.run.run_dir.ledger import Cause, End, Ending, Next, Root, record_end, record_start
-from ddp_hpc.run.run_dir.network import NetworkFindings, Pace, PairFault, write_network
+from ddp_hpc.run.run_dir.joined_ranks import write_missing, write_rendezvous
+from ddp_hpc.run.run_dir.ledger import Cause, End, Ending, Next, RootFailure, record_end, record_start
+from ddp_hpc.run.run_dir.network import LinkMetrics, NetworkFindings, PairFault, write_network
 from ddp_hpc.run.run_dir.paths import RunDir
-from ddp_hpc.run.run_dir.preflight import Finding, Preflight
+from ddp_hpc.run.run_dir.preflight import Finding, PreflightReport
 from ddp_hpc.run.run_dir.records import (
     AwaitedRun,
     QueuedJob,
     ask_to_stop,
     write_awaited,
     write_queued_job,
-    write_report,
+    write_script_report,
 )
-from ddp_hpc.run.run_dir.timeline import Alarm, Mark, RanksLook, as_line, record_alarms
+from ddp_hpc.run.run_dir.timeline import Mark, RankComparison, SlowRankAlarm, as_line, record_alarms
 from tests.made_run import add_failure, add_log, add_metrics, add_progress, make_run
 
 ODD: Sequence[Any] = (None, True, -1, 1.5, 10**400, "text", "", [], [1], {}, {"a": 1}, [[{}]], float("nan"))
@@ -35,7 +35,7 @@ COMMANDS = (["list"], ["status", "odd"], ["status", "odd", "--json"], ["why", "o
 
 def add_everything(run: RunDir) -> None:
     """Write one of each record that commands read of a run."""
-    failure = Root(fingerprint="ValueError", entity="train_data[17]")
+    failure = RootFailure(fingerprint="ValueError", entity="train_data[17]")
     record_start(run, attempt=0, job_id="7", cluster="slurm", nodes=("node1", "node2"), ends_at=9e9, queued_at=1.0)
     end = End(
         ending=Ending.FAILED,
@@ -64,16 +64,16 @@ def add_everything(run: RunDir) -> None:
         Mark(kind="phases", attempt=0, at=5.0, step=3, num_steps=3, phases={"data": 0.5}, interval={"steps": 3.0})
     ]
     run.timeline.write_bytes(b"".join(map(as_line, marks)))
-    look = RanksLook(attempt=0, at=5.0, step=3, step_s=0.1, lost_s={0: 0.0, 1: 0.1})
+    look = RankComparison(attempt=0, at=5.0, step=3, step_s=0.1, lost_s={0: 0.0, 1: 0.1})
     run.waits.write_bytes(as_line(look))
     numbers = {"lost_s": 0.1, "share": 0.5, "num_waiting": 1, "at": 3.0, "since_step": 2}
-    record_alarms(run, [Alarm(attempt=1, rank=1, node="node2", cause="a busy CPU", **numbers)])  # type: ignore[arg-type]
+    record_alarms(run, [SlowRankAlarm(attempt=1, rank=1, node="node2", cause="a busy CPU", **numbers)])  # type: ignore[arg-type]
     add_failure(run, 0, signal=9)
     add_log(run, "Traceback (most recent call last):\nValueError: no\n")
     pair = PairFault(nodes=("node1", "node2"), fault="loss", loss=0.5)
-    pace = Pace(sender="node1", receiver="node2", mb_per_s=1.0, ahead_s=0.0, trip_s=0.1)
+    pace = LinkMetrics(sender="node1", receiver="node2", mb_per_s=1.0, ahead_s=0.0, trip_s=0.1)
     for attempt in (0, 1):
-        write_meeting(run, attempt, "node1:29500", "the fastest network")
+        write_rendezvous(run, attempt, "node1:29500", "the fastest network")
         write_missing(run, attempt, [1], workers_per_node=1)
         write_rank_end(run, attempt, 1, -9)
         write_hang_record(run, attempt, RankInHang(rank=0, host="node1", at=2.0, stacks="main", state="sleeping"))
@@ -90,9 +90,11 @@ def add_everything(run: RunDir) -> None:
         write_network(run, attempt, network)
         one = Finding(check="GPUs", level="fail", found="two differ", nodes=("node2",))
         write_record(
-            run.preflight(attempt), Preflight(at=1.0, seconds=1.0, nodes=("node1", "node2"), findings=(one,)), indent=1
+            run.preflight(attempt),
+            PreflightReport(at=1.0, seconds=1.0, nodes=("node1", "node2"), findings=(one,)),
+            indent=1,
         )
-    write_report(run, {"step": 5, "loss": 0.5})
+    write_script_report(run, {"step": 5, "loss": 0.5})
     ask_to_stop(run)
 
 

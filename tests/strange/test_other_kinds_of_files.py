@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ddp_hpc.base import patience
-from ddp_hpc.base.durable import MOST_BYTES, MOST_BYTES_OF_LINES, read_json, read_json_lines
+from ddp_hpc.base.durable import MOST_BYTES_OF_LINES, MOST_RECORD_BYTES, read_json, read_json_lines
 from ddp_hpc.base.errors import NotARecordError
 from ddp_hpc.cli import main
 from ddp_hpc.run.run_dir.paths import RunDir
@@ -150,7 +150,7 @@ def test_a_record_that_cannot_be_read_is_named_on_the_page(
 
 def test_a_record_is_read_from_a_file_of_a_bounded_size_only(tmp_path: Path) -> None:
     for name, read, most in (
-        ("one", read_json, MOST_BYTES),
+        ("one", read_json, MOST_RECORD_BYTES),
         ("lines", lambda path: [*read_json_lines(path)], MOST_BYTES_OF_LINES),
     ):
         path = tmp_path / name

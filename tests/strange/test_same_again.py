@@ -20,10 +20,10 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from ddp_hpc.base.durable import append_json_line
 from ddp_hpc.job.ending.attempt_end import conclude_attempt
 from ddp_hpc.run.run_dir import ownership
-from ddp_hpc.run.run_dir.error_fingerprint import affected_by
+from ddp_hpc.run.run_dir.error_fingerprint import affected_entity
 from ddp_hpc.run.run_dir.failure_reports import WorkerFailure, make_failure, write_failure
 from ddp_hpc.run.run_dir.ledger import Ledger
-from ddp_hpc.train.data.loader import SampleError, SeededFetch, raise_if_error
+from ddp_hpc.train.data.loader import SampleError, SeededDataset, raise_if_error
 from ddp_hpc.train.data.sample_order import MicroBatch
 from tests.made_run import add_checkpoint, add_failure, make_run
 from tests.unit import conftest
@@ -154,7 +154,7 @@ def test_an_entity_with_a_new_line_escape_codes_and_what_looks_like_a_secret_is_
     texts = ["bad 'x/\x1b[2Ja\n.json'", "bad 'https://me:hunter2@host/x.json?token=abc'", "bad 's3://bucket/AKIA/x.json'"]  # fmt: skip
     errors = [json.JSONDecodeError(text, "{", 0) for text in texts]
 
-    found = [affected_by(error) for error in errors]
+    found = [affected_entity(error) for error in errors]
 
     assert [(one.entity, one.version) for one in found] == [("", "")] * 3
 
@@ -179,7 +179,7 @@ class Strange(Dataset[Any]):
 
 def failure(read: Callable[[int], Any], *, index: int = 3, num: int = 8, in_process: bool = False) -> WorkerFailure:
     """Return the report of a rank that fails to fetch a sample."""
-    fetch = SeededFetch(Strange(read, num), seed=0)
+    fetch = SeededDataset(Strange(read, num), seed=0)
     batch = MicroBatch(epoch=0, indices=(index,), num_real=1)
     loader: Iterator[Any] = iter(
         DataLoader(fetch, batch_sampler=[[batch]], num_workers=int(in_process), collate_fn=lambda one: one)
@@ -403,7 +403,7 @@ def test_a_loader_process_that_is_killed_names_no_sample() -> None:
     with pytest.raises(RuntimeError) as info:
         failure(read, in_process=True)
 
-    assert affected_by(info.value).may_recover
+    assert affected_entity(info.value).may_recover
 
 
 class WithNotesError(Exception):

@@ -391,10 +391,8 @@ def test_torchruns_node_process_sees_at_any_time_that_the_process_beside_a_scrip
     tmp_path: Path,
 ) -> None:
     """It sends a stop signal to such workers only: others would die of it."""
-    seen = "import sys, time\nfrom ddp_hpc.base.processes import is_listening\nimport os\nfound = []\n"
-    seen += (
-        "for _ in range(20):\n    time.sleep(0.02)\n    found += [is_listening(os.getppid(), n) for n in (12, 15)]\n"
-    )
+    seen = "import sys, time\nfrom ddp_hpc.base.processes import handles_stop_signal\nimport os\nfound = []\n"
+    seen += "for _ in range(20):\n    time.sleep(0.02)\n    found += [handles_stop_signal(os.getppid(), n) for n in (12, 15)]\n"
     (tmp_path / "looks.py").write_text(f"{seen}print(len(found), all(found))\n")
 
     _, run = work(tmp_path, "python", "looks.py")

@@ -14,7 +14,13 @@ import pytest
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.cli import main
 from ddp_hpc.cluster.containers import Bind, ContainerSetup, command_wrapper
-from ddp_hpc.cluster.rendezvous.worker_env import CPUS_BEFORE, GIVEN, PROBE_FOLDER, TABLE, USERS_CODE
+from ddp_hpc.cluster.rendezvous.worker_env import (
+    CPUS_BEFORE,
+    GIVEN_VARIABLE,
+    PROBE_FOLDER,
+    TABLE_VARIABLE,
+    USERS_CODE,
+)
 from ddp_hpc.job.supervisor import _set_variables
 from ddp_hpc.run.config.resolve import load_resolved
 from ddp_hpc.run.run_dir.paths import RunDir
@@ -95,8 +101,8 @@ def test_a_secret_reaches_workers_in_an_image_and_stands_on_no_command_line_and_
     seen, called = json.loads((here / "seen.json").read_text()), json.loads(record.read_text())
     assert seen["environ"]["API_KEY"] == HOSTILE
     carried = {variable for variable in seen["environ"] if variable.startswith("_DDP_HPC")}
-    assert carried == {TABLE, USERS_CODE, PROBE_FOLDER, GIVEN, CPUS_BEFORE}
-    assert "s3cr3t" not in seen["environ"][TABLE]
+    assert carried == {TABLE_VARIABLE, USERS_CODE, PROBE_FOLDER, GIVEN_VARIABLE, CPUS_BEFORE}
+    assert "s3cr3t" not in seen["environ"][TABLE_VARIABLE]
     assert set(seen["environ"]["PYTHONPATH"].split(":")) == {str(here), "/opt/ddp_hpc"}  # nothing else of the host's
     assert "s3cr3t" not in json.dumps([called, seen["lines"]])
     assert "--of-mine=a b" in called[: called.index(image)]

@@ -13,7 +13,7 @@ from ddp_hpc.cluster.rank_probe.client import NoAnswerError, RankProbe
 from ddp_hpc.cluster.slow_ranks.judge import judge
 from ddp_hpc.cluster.slow_ranks.launches import read_launches
 from ddp_hpc.cluster.slow_ranks.reporter import Reporter
-from ddp_hpc.cluster.slow_ranks.summary import Clock, Summary, write_summary
+from ddp_hpc.cluster.slow_ranks.summary import ClockOffset, RankReport, write_report
 from ddp_hpc.job.slow_rank_monitor import SlowRankMonitor
 from ddp_hpc.run.run_dir.paths import RunDir
 from tests.slow_ranks.made_launches import STEP_S, Made, of_rank
@@ -25,7 +25,7 @@ def named(made: Made) -> list[int]:
 
 def test_a_node_that_is_slower_by_nature_has_both_of_its_ranks_named() -> None:
     nodes = ["old", "old", *["new"] * 6]
-    made = Made(world_size=8, nodes=nodes, clocks={"new": Clock(0.0, 0.001)}, noise_s=0.005)
+    made = Made(world_size=8, nodes=nodes, clocks={"new": ClockOffset(0.0, 0.001)}, noise_s=0.005)
     made.delay = lambda rank, _: 0.4 * STEP_S if rank < 2 else 0.0
     slow = judge(made.summaries()).slow
     assert sorted(one.rank for one in slow) == [0, 1]
@@ -101,25 +101,25 @@ def test_a_record_of_another_pytorch_is_refused_and_odd_entries_are_left_out() -
 def test_reports_of_a_run_that_are_missing_torn_or_old_name_nobody_wrongly(tmp_path: Path) -> None:
     run, monitor = RunDir(tmp_path), SlowRankMonitor(run=RunDir(tmp_path), attempt=0, world_size=4)
     assert monitor.judge_reports() == []
-    summaries: list[Summary] = Made(num_steps=120, delay=of_rank(3, 0.5 * STEP_S)).summaries()
+    summaries: list[RankReport] = Made(num_steps=120, delay=of_rank(3, 0.5 * STEP_S)).summaries()
     for one in summaries:
-        write_summary(run, 0, one)
+        write_report(run, 0, one)
     run.launches(0, 1).write_bytes(run.launches(0, 1).read_bytes()[:100])
-    write_summary(run, 0, msgspec.structs.replace(summaries[2], turn=3))
+    write_report(run, 0, msgspec.structs.replace(summaries[2], turn=3))
 
     assert monitor.judge_reports() == []
     # All have reported, and again. A look that has been judged does not count twice.
     for one in summaries:
-        write_summary(run, 0, one)
+        write_report(run, 0, one)
     assert monitor.judge_reports() == monitor.judge_reports() == []
     for one in summaries:
-        write_summary(run, 0, msgspec.structs.replace(one, turn=8))
+        write_report(run, 0, msgspec.structs.replace(one, turn=8))
     [alarm] = monitor.judge_reports()
     assert (alarm.rank, alarm.num_waiting) == (3, 3)
     # Ranks that report no more are not as fast as the others.
     for turn in range(9, 14):
         for one in summaries[:3]:
-            write_summary(run, 0, msgspec.structs.replace(one, turn=turn))
+            write_report(run, 0, msgspec.structs.replace(one, turn=turn))
         assert monitor.judge_reports() == []
     monitor.close()
 
@@ -164,7 +164,7 @@ def test_point_to_point_messages_in_each_step_say_nothing_of_who_is_slow() -> No
                 }
             )
     kinds, launches = read_launches(msgspec.json.encode({"entries": entries}))
-    both = [Summary(rank=rank, world_size=2, node="a", turn=1, kinds=kinds, launches=launches) for rank in range(2)]
+    both = [RankReport(rank=rank, world_size=2, node="a", turn=1, kinds=kinds, launches=launches) for rank in range(2)]
     assert "single other ranks" in judge(both).unknown
 
 
@@ -194,7 +194,7 @@ def test_a_half_of_the_ranks_that_is_late_as_after_a_step_of_a_clock_is_not_name
 
 
 def test_two_nodes_of_one_name_have_two_clocks() -> None:
-    ahead = Made(world_size=4, nodes=["a", "a", "b", "b"], ahead_s={"b": 0.03}, clocks={"b": Clock(0.03, 0.0005)})
+    ahead = Made(world_size=4, nodes=["a", "a", "b", "b"], ahead_s={"b": 0.03}, clocks={"b": ClockOffset(0.03, 0.0005)})
     same = [msgspec.structs.replace(one, node="localhost", node_rank=one.rank // 2) for one in ahead.summaries()]
     assert not judge(same).unknown
     assert judge(same).slow == ()
@@ -212,7 +212,7 @@ def test_after_a_step_of_a_clock_its_error_is_as_large_as_the_step_until_the_lau
         world_size=2,
         node="b",
         probe=RankProbe(path=tmp_path / "missing"),
-        compare_clocks=lambda: Clock(next(offsets), 0.001) if now < 1040 else None,
+        compare_clocks=lambda: ClockOffset(next(offsets), 0.001) if now < 1040 else None,
         clock=lambda: now,
     )
     found = []
@@ -246,7 +246,7 @@ def test_the_cost_of_a_verdict_grows_no_faster_than_the_ranks(world_size: int) -
 def test_the_reports_of_an_attempt_are_removed_at_its_end_and_what_a_killed_writer_left(tmp_path: Path) -> None:
     run, monitor = RunDir(tmp_path), SlowRankMonitor(run=RunDir(tmp_path), attempt=0, world_size=2)
     for one in Made(world_size=2).summaries():
-        write_summary(run, 0, one)
+        write_report(run, 0, one)
     (run.attempt_logs(0) / ".rank-1.launches.json.77.tmp").write_text("")
     run.rank_log(0, 1).write_text("kept")
     monitor.start()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hpc.base.discretion import printable
+from ddp_hpc.base.discretion import escape_controls
 from ddp_hpc.cli import main
 from ddp_hpc.cli.live import draw_screens
 from ddp_hpc.watch.follow import FollowUpdate
@@ -108,7 +108,7 @@ def test_the_screen_is_drawn_and_text_in_it_commands_nothing(tmp_path: Path, mon
 def test_words_of_all_languages_stay_as_they_are() -> None:
     text = "Ungültig\t世界 \U0001f600 e\u0301 עברית\n"
 
-    assert printable(text) == text
+    assert escape_controls(text) == text
 
 
 def test_a_terminal_that_does_not_know_a_letter_shows_its_number(

@@ -25,7 +25,7 @@ from tests.unit.test_sweep_array import Lab, start
 def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lab:
     """Return a login node of the cluster `beta`, whose Slurm knows no job."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("ddp_hpc.launch.submission.submit_checks.capacity.PRIVATE_PLACES", ())
+    monkeypatch.setattr("ddp_hpc.launch.submission.submit_checks.capacity.NODE_LOCAL_DIRS", ())
     made = Lab(tmp_path)
     belongs_to(made, "beta")
     monkeypatch.setenv("PATH", made.environ["PATH"] + os.pathsep + os.environ["PATH"])

@@ -15,7 +15,7 @@ from ddp_hpc.base.durable import make_directories, replace_text, scratch_path
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.cli import main
 from ddp_hpc.job import supervisor
-from ddp_hpc.launch.submission.run_dir_setup import make_run_dir, note_on_parents
+from ddp_hpc.launch.submission.run_dir_setup import make_run_dir, notes_on_writable_parents
 from ddp_hpc.launch.submission.submit_checks import capacity
 from ddp_hpc.launch.sweep.sweep_dir import SweepDir
 from ddp_hpc.run.run_dir import write_permissions
@@ -81,7 +81,7 @@ def test_all_of_a_run_is_its_owners_alone_whatever_the_umask(here: Path) -> None
 def test_a_jobs_script_snapshot_and_submitits_folder_are_its_owners_alone(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(capacity, "refuse_private_place", lambda _: None)
+    monkeypatch.setattr(capacity, "refuse_node_local_path", lambda _: None)
     monkeypatch.setenv("PATH", f"{here}/bin:/usr/bin:/bin")
     (here / "bin").mkdir()
     answers = {"sbatch": 'echo "Submitted batch job 7"', "scontrol": "true", "sinfo": "true", "squeue": "true"}
@@ -235,11 +235,11 @@ def test_a_directory_of_runs_where_everybody_may_rename_them_is_told_of(tmp_path
     run = make_run(tmp_path / "all")
 
     run.path.parent.chmod(0o777)
-    told = list(note_on_parents(run.path))
+    told = list(notes_on_writable_parents(run.path))
     run.path.parent.chmod(0o1777)
 
     assert [f"{tmp_path}/all" in line and "chmod o-w" in line for line in told] == [True]
-    assert list(note_on_parents(run.path)) == []
+    assert list(notes_on_writable_parents(run.path)) == []
 
 
 def test_a_link_that_a_stranger_has_put_beside_a_record_is_not_written_through(

@@ -72,9 +72,9 @@ class Keeps(nn.Module):
 
 @contextmanager
 def changes_logged(**roots: object) -> Iterator[None]:
-    before = unsaved.unsaved(roots)
+    before = unsaved.unsaved_numbers(roots)
     yield
-    unsaved.warn_of_changes(unsaved.changed(before, unsaved.unsaved(roots)), "a batch")
+    unsaved.warn_of_changes(unsaved.find_changed(before, unsaved.unsaved_numbers(roots)), "a batch")
 
 
 def _set(name: str, value: Callable[[Any, Tensor], Any]) -> Callable[[Any, Tensor], object]:
@@ -748,7 +748,7 @@ def test_an_object_that_cannot_be_looked_at_ends_no_training(caplog: pytest.LogC
             raise OSError("look away")
 
     with caplog.at_level("INFO"):
-        assert unsaved.unsaved({"model": Shy(), "count": 1}) == {}
+        assert unsaved.unsaved_numbers({"model": Shy(), "count": 1}) == {}
 
     assert "OSError: look away" in caplog.text
 
@@ -764,7 +764,7 @@ def test_tensors_that_cannot_be_read_are_passed_over() -> None:
         "sparse": torch.eye(3).to_sparse(),
     }
 
-    places = [*unsaved.unsaved({"data": odd, "count": 1})]
+    places = [*unsaved.unsaved_numbers({"data": odd, "count": 1})]
 
     assert {"data", "count"} <= {*places}
 
@@ -778,7 +778,7 @@ def test_a_list_or_dict_that_loads_what_one_asks_for_loads_nothing() -> None:
         def values(self) -> Any:
             raise AssertionError("all values are loaded")
 
-    before = unsaved.unsaved({"data": [Images(["a.png"]), Lazy(a="b.png")]})
+    before = unsaved.unsaved_numbers({"data": [Images(["a.png"]), Lazy(a="b.png")]})
 
     assert before
-    assert before != unsaved.unsaved({"data": [Images(["c.png"]), Lazy(a="b.png")]})
+    assert before != unsaved.unsaved_numbers({"data": [Images(["c.png"]), Lazy(a="b.png")]})

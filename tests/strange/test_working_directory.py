@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from ddp_hpc.base.errors import ConfigError
-from ddp_hpc.cluster.rendezvous.worker_env import GIVEN, USERS_CODE
-from ddp_hpc.job.node.python_environ import IMPORT_PATH_NAME, SAFE_PATH_VARIABLE, make_users_code_importable
+from ddp_hpc.cluster.rendezvous.worker_env import GIVEN_VARIABLE, USERS_CODE
+from ddp_hpc.job.node.python_environ import IMPORT_PATH_NAME, SAFE_PATH_ENVIRON, make_users_code_importable
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.train.recipe import load_builder
 
@@ -61,7 +61,7 @@ def test_a_run_imports_its_recipe_from_there_and_pythons_modules_from_python(her
 @pytest.mark.parametrize("words", [["ddp_hpc.job.supervisor"], ["ddp_hpc.job.node.unpack"], ["ddp_hpc.cluster.rendezvous.interfaces"], ["ddp_hpc.job.node.torchrun_node"]])  # fmt: skip
 @pytest.mark.parametrize("is_safe", [True, False], ids=["3.11", "3.10"])
 def test_no_entry_point_imports_what_lies_there(words: list[str], is_safe: bool, here: Path) -> None:
-    environ = {**os.environ, **(SAFE_PATH_VARIABLE if is_safe else {})}
+    environ = {**os.environ, **(SAFE_PATH_ENVIRON if is_safe else {})}
 
     subprocess.run([sys.executable, "-m", *words, "--help"], env=environ, capture_output=True, check=False)
 
@@ -73,14 +73,14 @@ def test_the_copy_of_the_code_comes_before_what_the_user_exports_and_what_is_ins
 ) -> None:
     installed = [path for path in sys.path if path.endswith("site-packages")]
     monkeypatch.setattr(sys, "path", ["/users/own", *sys.path])
-    environ = {IMPORT_PATH_NAME: f"{tmp_path}/snapshot", "PYTHONPATH": "/users/own", **SAFE_PATH_VARIABLE}
+    environ = {IMPORT_PATH_NAME: f"{tmp_path}/snapshot", "PYTHONPATH": "/users/own", **SAFE_PATH_ENVIRON}
 
     make_users_code_importable(environ)
 
     places = [sys.path.index(path) for path in (os.__file__.rpartition("/")[0], f"{tmp_path}/snapshot", "/users/own")]
     assert places == sorted(places)
     assert places[-1] < sys.path.index(installed[0])
-    del environ[GIVEN]  # what a run that this process submits is to have instead
+    del environ[GIVEN_VARIABLE]  # what a run that this process submits is to have instead
     assert environ == {"PYTHONPATH": f"{tmp_path}/snapshot:/users/own", USERS_CODE: f"{tmp_path}/snapshot"}
 
 

@@ -26,7 +26,7 @@ def _leaves_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def slurm(tmp_path: Path) -> FakeSlurm:
     slurm = FakeSlurm(tmp_path)
-    slurm.knows_job()
+    slurm.knows()
     slurm.knows_nodes(node1="mixed", node2="mixed", node3="idle", node4="idle")
     return slurm
 

@@ -31,7 +31,7 @@ class FakeSlurm:
         path.write_text(f'#!/bin/bash\necho "{name} $*" >> {self._called}\n{text}\n', encoding="utf-8")
         path.chmod(0o755)
 
-    def knows_job(
+    def knows(
         self,
         *,
         state: str = "RUNNING",

@@ -8,7 +8,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from ddp_hpc.launch.submission.snapshot import LIST_NAME, Snapshot, _file_entry
+from ddp_hpc.launch.submission.snapshot import LIST_FILE_NAME, Snapshot, _file_entry
 
 
 def git(folder: Path, *words: str) -> None:
@@ -26,10 +26,10 @@ def names(taken: Snapshot) -> set[str]:
     """Return the files in a copy, and links, but for those to what was not copied."""
     files = [path for path in taken.path.rglob("*") if not path.is_dir() or path.is_symlink()]
     copied = [path for path in files if not (path.is_symlink() and path.readlink().is_relative_to(taken.source))]
-    return {str(path.relative_to(taken.path)) for path in copied} - {LIST_NAME}
+    return {str(path.relative_to(taken.path)) for path in copied} - {LIST_FILE_NAME}
 
 
 def changed(copy: Path) -> list[str]:
     """Return the files of a copy that are not as its list has them."""
-    listed = json.loads((copy / LIST_NAME).read_text())["files"]
+    listed = json.loads((copy / LIST_FILE_NAME).read_text())["files"]
     return [one["name"] for one in listed if _file_entry(copy, one["name"]) != one]

@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from ddp_hpc.run.run_dir.error_fingerprint import Affected, affected_by, is_content_error, is_decoder_error
+from ddp_hpc.run.run_dir.error_fingerprint import AffectedEntity, affected_entity, is_content_error, is_decoder_error
 
 
 def caught(act: Callable[[], object]) -> BaseException:
@@ -128,14 +128,16 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def undecodable(text: str) -> Affected:
-    return affected_by(caught(wrapped(caught(lambda: json.loads("{")), ValueError(text))))
+def undecodable(text: str) -> AffectedEntity:
+    return affected_entity(caught(wrapped(caught(lambda: json.loads("{")), ValueError(text))))
 
 
 def test_a_file_that_a_message_quotes_is_named_with_its_version_and_proves_nothing(index: Path) -> None:
     found = undecodable(f"cannot read '{index}'")
 
-    assert found == Affected(entity="index.json", version="1 bytes, 1000000000000", may_recover=True, place=found.place)
+    assert found == AffectedEntity(
+        entity="index.json", version="1 bytes, 1000000000000", may_recover=True, place=found.place
+    )
     assert found.place.endswith(" in act")
 
 
@@ -217,7 +219,7 @@ def test_an_exception_in_a_circle_and_one_with_odd_attributes_are_read_to_their_
     odd.affected = "everything"
 
     assert is_content_error(first)
-    assert affected_by(odd).entity == ""
+    assert affected_entity(odd).entity == ""
 
 
 def test_a_message_of_a_million_characters_is_read_at_once(index: Path) -> None:
@@ -239,7 +241,7 @@ def test_a_file_system_that_does_not_answer_keeps_no_failure_from_being_reported
     monkeypatch.setattr(os, "stat", hanging)
     began = time.monotonic()
 
-    found = affected_by(ValueError(f"cannot read '{file}'"))
+    found = affected_entity(ValueError(f"cannot read '{file}'"))
 
     answers.set()
     assert 4 < time.monotonic() - began < 15

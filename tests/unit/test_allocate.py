@@ -10,7 +10,7 @@ import pytest
 import submitit
 
 from ddp_hpc.base.errors import ConfigError, SlurmUnavailableError
-from ddp_hpc.launch.submission.allocate import SUBMITIT_METHOD, allocate
+from ddp_hpc.launch.submission.allocate import SUBMITIT_METHOD_NAME, submit_job_script
 from ddp_hpc.run.run_dir.paths import RunDir
 from tests.made_run import make_run
 from tests.unit.fake_slurm import FakeSlurm
@@ -43,7 +43,7 @@ def here(slurm: FakeSlurm) -> Mapping[str, str]:
 def test_sbatch_gets_our_script_alone_and_submitit_keeps_a_handle_of_the_job(
     run: RunDir, slurm: FakeSlurm, tmp_path: Path
 ) -> None:
-    assert allocate(run, here(slurm)) == "17"
+    assert submit_job_script(run, here(slurm)) == "17"
 
     assert (tmp_path / "sent").read_text(encoding="utf-8") == SCRIPT
     assert (run.submitit / "17_submission.sh").read_text(encoding="utf-8") == SCRIPT
@@ -55,10 +55,10 @@ def test_sbatch_gets_our_script_alone_and_submitit_keeps_a_handle_of_the_job(
 def test_a_submitit_without_the_method_that_we_override_sends_nothing(
     run: RunDir, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delattr(submitit.SlurmExecutor, SUBMITIT_METHOD)  # its base has an abstract one
+    monkeypatch.delattr(submitit.SlurmExecutor, SUBMITIT_METHOD_NAME)  # its base has an abstract one
 
     with pytest.raises(ConfigError, match=r"submitit \d\S*: submitit has no method `SlurmExecutor\._make_sub"):
-        allocate(run, slurm.environ)
+        submit_job_script(run, slurm.environ)
 
     assert slurm.orders() == []
 
@@ -76,7 +76,7 @@ def test_a_job_that_submitit_sent_past_us_is_cancelled(
     monkeypatch.setattr(submitit, "SlurmExecutor", Later)
 
     with pytest.raises(ConfigError, match=r"does not call .* cancelled job 17"):
-        allocate(run, slurm.environ)
+        submit_job_script(run, slurm.environ)
 
     assert slurm.orders("scancel") == ["scancel 17"]
 
@@ -98,13 +98,13 @@ def test_a_silent_controller_is_no_refusal(
     slurm.has("sbatch", f"echo 'sbatch: error: {said}' >&2; exit 1")
 
     with pytest.raises(error, match=told):
-        allocate(run, slurm.environ)
+        submit_job_script(run, slurm.environ)
 
 
 def test_half_a_slurm_is_named(run: RunDir, slurm: FakeSlurm, tmp_path: Path) -> None:
     (tmp_path / "bin" / "srun").unlink()
 
     with pytest.raises(ConfigError, match="`srun`, but PATH on this host has none"):
-        allocate(run, {"PATH": str(tmp_path / "bin")})
+        submit_job_script(run, {"PATH": str(tmp_path / "bin")})
 
     assert slurm.orders() == []

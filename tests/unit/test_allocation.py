@@ -11,7 +11,7 @@ from ddp_hpc.cluster.slurm.allocation import (
     Allocation,
     StepTask,
     expand_counts,
-    of_outer_job,
+    outer_job_variables,
     read_allocation,
     shape_problem,
     step_task,
@@ -193,5 +193,5 @@ def test_the_gpus_of_an_outer_job_are_not_asked_for_again() -> None:
     inherited = {"SLURM_GPUS": "8", "SLURM_GPUS_PER_NODE": "4", "SLURM_GPUS_PER_TASK": "1", "SLURM_GRES": "gpu:1"}
     environ = {**inherited, "SLURM_GPUS_ON_NODE": "2", "SLURM_JOB_GPUS": "0,1", "SLURM_CPU_BIND": "none"}
 
-    assert set(of_outer_job(environ, set())) == set(inherited)
-    assert set(of_outer_job(environ, {"gpus-per-node", "gres"})) == {"SLURM_GPUS", "SLURM_GPUS_PER_TASK"}
+    assert set(outer_job_variables(environ, set())) == set(inherited)
+    assert set(outer_job_variables(environ, {"gpus-per-node", "gres"})) == {"SLURM_GPUS", "SLURM_GPUS_PER_TASK"}

@@ -39,7 +39,7 @@ from ddp_hpc.watch.status import read_status
 def _as_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(attached_run, "_attached", None)
+    monkeypatch.setattr(attached_run, "_pid_and_run", None)
     yield
     for number, handler in before.items():
         signal.signal(number, handler)

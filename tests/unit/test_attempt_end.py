@@ -178,7 +178,7 @@ def test_an_end_is_decided_on_one_reading_of_each_record(supervised: Make, monke
     one.killed_on(rank=1)
     attempt = one.begin()
     add_failure(one.run, attempt, rank=1, exception="killed by SIGKILL", signal=9)
-    one.slurm.knows_job(state="PENDING", restarts=1)
+    one.slurm.knows(state="PENDING", restarts=1)
     one.slurm.accounts("NODE_FAIL")
     reads: list[str] = []
     read_lines, read_file = durable.read_json_lines, durable.record_bytes

@@ -9,7 +9,7 @@ from typing import Literal
 import pytest
 
 from ddp_hpc.cluster.slow_ranks.summary import Phases
-from ddp_hpc.run.checkpoints.past_saves import Past
+from ddp_hpc.run.checkpoints.past_saves import PastSaves
 from ddp_hpc.run.spec import CheckpointSpec
 from ddp_hpc.train.auto_interval import AutoInterval
 from ddp_hpc.train.save_plan import SavePlan
@@ -18,14 +18,14 @@ from ddp_hpc.train.save_plan import SavePlan
 class Training:
     """Steps and saves by a clock of their own."""
 
-    def __init__(self, *, past: Past | None = None, shortest_s: int = 1, longest_s: int = 10**6) -> None:
+    def __init__(self, *, past: PastSaves | None = None, shortest_s: int = 1, longest_s: int = 10**6) -> None:
         self.now = self.waited_s = 0.0
         self.step = 0
         self.seconds = {"forward": 0.0, "checkpoint": 0.0, "evaluation": 0.0}
         self.notes: list[Mapping[str, float]] = []
         self.auto = AutoInterval(
             CheckpointSpec(min_interval_s=shortest_s, max_interval_s=longest_s),
-            past or Past(restart_s=7.0),
+            past or PastSaves(restart_s=7.0),
             phases=lambda: Phases(num_steps=self.step, seconds=dict(self.seconds)),
             note=lambda _, interval: self.notes.append(interval),
             wait_for_device=self.wait,
@@ -55,7 +55,7 @@ class Training:
             self.auto.note_written(write_s)
 
 
-FAILS_OFTEN = Past(num_failures=8, trained_s=8 * 500.0, restart_s=3.0)
+FAILS_OFTEN = PastSaves(num_failures=8, trained_s=8 * 500.0, restart_s=3.0)
 """One failure in about 500 s: with a stall of 1 s, the best interval is about half a minute."""
 
 

@@ -16,7 +16,7 @@ from ddp_hpc.job.job_context import Outcome
 from ddp_hpc.run.run_dir.ledger import Cause
 
 FINISHED, STOPPED, FAILED = exit_codes.FINISHED, exit_codes.STOPPED, exit_codes.FAILED
-REFUSED, FENCED, STOPPED_EARLY = exit_codes.REFUSED, exit_codes.FENCED, exit_codes.STOPPED_EARLY
+REFUSED, FENCED, STOPPED_EARLY = exit_codes.REFUSED, exit_codes.FENCED, exit_codes.STOPPED_BEFORE_START
 NOW = 1_000_000.0
 LEAD_S = 120.0
 

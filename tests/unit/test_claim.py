@@ -16,7 +16,7 @@ from ddp_hpc.run.checkpoints.checkpoint_names import checkpoint_path, committed_
 from ddp_hpc.run.checkpoints.checkpoint_store import (
     Manifest,
     commit_checkpoint,
-    make_uncommitted,
+    make_uncommitted_dir,
     read_manifest,
     uncommitted_path,
     verify_checkpoint,
@@ -70,7 +70,7 @@ def test_a_claim_that_was_swept_away_is_made_again_by_the_next_checkpoint(run: R
     shutil.rmtree(run.checkpoints)
 
     assert not is_fenced(run, 1)
-    uncommitted = make_uncommitted(run, 4, 1)
+    uncommitted = make_uncommitted_dir(run, 4, 1)
 
     assert uncommitted.is_dir()
     assert claiming_attempts(run) == [1]
@@ -87,7 +87,7 @@ def test_a_claim_that_a_newer_attempt_took_away_is_not_made_again(newer: str, ru
 
     assert is_fenced(run, 1)
     with pytest.raises(FencedError, match=r"A newer attempt of .* has begun"):
-        make_uncommitted(run, 4, 1)
+        make_uncommitted_dir(run, 4, 1)
 
     assert content(run.checkpoints) == before
 
@@ -185,7 +185,7 @@ def test_a_stale_attempt_that_wakes_up_in_its_commit_leaves_the_newer_attempts_c
         done = real(path)
         monkeypatch.undo()
         claim_run(run, 1)
-        commit_checkpoint(run, make_uncommitted(run, 4, 1), manifest)
+        commit_checkpoint(run, make_uncommitted_dir(run, 4, 1), manifest)
         return done
 
     monkeypatch.setattr(checkpoint_store, name, sleeps_in)

@@ -10,7 +10,7 @@ import pytest
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.launch.submission import snapshot
 from ddp_hpc.launch.submission.snapshot import (
-    LIST_NAME,
+    LIST_FILE_NAME,
     Snapshot,
     notes_on_copy,
     outputs_in_copy,
@@ -175,9 +175,9 @@ def test_a_copy_is_as_new_as_the_submission_and_what_a_purge_has_taken_of_it_com
     taken = take(code, run)
     files = [path for path in taken.path.rglob("*") if path.is_file() and not path.is_symlink()]
     assert min(path.stat().st_mtime for path in files) > 1.0
-    before = {path: path.read_bytes() for path in files if path.name != LIST_NAME}
+    before = {path: path.read_bytes() for path in files if path.name != LIST_FILE_NAME}
     (taken.path / "written").touch()
-    for path in [*before, taken.path / LIST_NAME]:
+    for path in [*before, taken.path / LIST_FILE_NAME]:
         path.unlink()
 
     assert take(code, run).path == taken.path

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.run.config import yaml_text
-from ddp_hpc.run.config.yaml_text import DictWithLines, dump_value, plain_scalar, read_yaml
+from ddp_hpc.run.config.yaml_text import DictWithLines, dump_value, parse_plain_scalar, read_yaml
 
 SCALARS: list[tuple[str, Any]] = [
     ("1e-3", 1e-3),
@@ -45,14 +45,14 @@ SCALARS: list[tuple[str, Any]] = [
 
 @pytest.mark.parametrize(("text", "value"), SCALARS)
 def test_a_plain_scalar_means_what_yaml_1_2_says(text: str, value: Any) -> None:
-    assert plain_scalar(text) == value
-    assert type(plain_scalar(text)) is type(value)
+    assert parse_plain_scalar(text) == value
+    assert type(parse_plain_scalar(text)) is type(value)
     if text != "-":  # alone, it begins a list
         assert read_yaml(f"key: {text}", "t") == {"key": value}
 
 
 def test_not_a_number_is_a_number() -> None:
-    assert math.isnan(plain_scalar(".nan"))
+    assert math.isnan(parse_plain_scalar(".nan"))
 
 
 @pytest.mark.parametrize(

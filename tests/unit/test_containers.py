@@ -23,7 +23,7 @@ from ddp_hpc.cluster.containers import (
     missing_sources,
     sif_architecture,
 )
-from ddp_hpc.job.launcher import STEP_COMMANDS, agent_argv, agents_step_argv
+from ddp_hpc.job.launcher import STEP_ARGV_BY_LAUNCHER, agent_argv, agents_step_argv
 from ddp_hpc.job.staging import job_command_wrapper
 from ddp_hpc.job.wire.endpoint import Endpoint
 from ddp_hpc.launch.submission.submit_checks.image import image_notes
@@ -183,7 +183,7 @@ def test_python_alone_goes_inside_and_srun_stays_outside(launcher: str) -> None:
     launch = launch_of(spec(), RUN, wrapper)
     endpoint = Endpoint("10.0.0.1", 29500)
 
-    argv = agents_step_argv(launch) if launcher == "agent" else STEP_COMMANDS[launcher](launch, 0, endpoint)
+    argv = agents_step_argv(launch) if launcher == "agent" else STEP_ARGV_BY_LAUNCHER[launcher](launch, 0, endpoint)
 
     at = argv.index("--of-the-runtime")
     assert argv[0] == "srun"

@@ -13,14 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddp_hpc.train.data import sample_order
-from ddp_hpc.train.data.sample_order import (
-    GlobalBatch,
-    Position,
-    RankSampler,
-    SampleOrder,
-    derive_seed,
-    permutation,
-)
+from ddp_hpc.train.data.sample_order import GlobalBatch, Position, RankSampler, SampleOrder, derive_seed, permutation
 
 
 def an_order(**changes: int | bool) -> SampleOrder:
@@ -250,7 +243,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
         kept.append(weakref.ref(numbers))
         return torch.from_numpy(numbers)
 
-    monkeypatch.setattr(sample_order, "WORTH_A_THREAD", 1)
+    monkeypatch.setattr(sample_order, "MIN_SAMPLES_FOR_THREAD", 1)
     monkeypatch.setattr(sample_order, "permutation", note)
     return noted
 
@@ -271,8 +264,8 @@ def test_a_walk_whose_orders_are_made_beside_it_is_the_same(order: SampleOrder, 
     plain = walk(order, epochs=3, rank=rank, start=start)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sample_order, "WORTH_A_THREAD", 1)
-        patch.setattr(sample_order, "NEAR_END", data.draw(st.integers(1, 8)))
+        patch.setattr(sample_order, "MIN_SAMPLES_FOR_THREAD", 1)
+        patch.setattr(sample_order, "NEAR_END_DIVISOR", data.draw(st.integers(1, 8)))
         assert walk(order, epochs=3, rank=rank, start=start) == plain
 
 

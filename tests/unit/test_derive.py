@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ddp_hpc.cluster.rendezvous.address import Host, addresses_of, find_address, this_host
 from ddp_hpc.cluster.rendezvous.derive_env import derive
 from ddp_hpc.cluster.rendezvous.interfaces import Interface
-from ddp_hpc.cluster.rendezvous.worker_env import Fact, WorkerEnv
+from ddp_hpc.cluster.rendezvous.worker_env import Sourced, WorkerEnv
 from ddp_hpc.cluster.slurm.allocation import read_allocation
 from tests.unit.made_network import DOCKER, LO, batch, host, interface, node, shell, task
 
@@ -32,7 +32,7 @@ def derived(environ: Mapping[str, str], where: Host) -> WorkerEnv:
     return derive(environ, read_allocation(environ), where)
 
 
-def row(environ: Mapping[str, str], where: Host, name: str) -> Fact:
+def row(environ: Mapping[str, str], where: Host, name: str) -> Sourced:
     return derived(environ, where).variables[name]
 
 

@@ -12,7 +12,7 @@ import pytest
 from ddp_hpc.job.ending import blame
 from ddp_hpc.run.run_dir.differences import (
     Difference,
-    Sample,
+    TensorSample,
     is_same_difference,
     judge_by_repetition,
     judge_by_vote,
@@ -37,7 +37,9 @@ def difference(digests: str, *, attempt: int = 0, kinds: str = "", values: Any =
         processors=tuple(kinds or "x" * len(digests)),
         tensors=("model/w",),
         num_tensors=1,
-        samples=(Sample(tensor="model/w", places=(7,), values=tuple((value,) for value in values)),) if values else (),
+        samples=(TensorSample(tensor="model/w", places=(7,), values=tuple((value,) for value in values)),)
+        if values
+        else (),
         at=1.0,
         **more,
     )
@@ -103,7 +105,7 @@ def test_another_attempt_names_the_ranks_that_are_far_from_what_it_finds(
 
 
 def test_a_rank_that_is_near_at_some_places_only_is_not_cleared() -> None:
-    some = Sample(tensor="model/w", places=(0, 1, 2), values=((1.0, 1.0, 1.0), (3.0, 3.0, 3.0)))
+    some = TensorSample(tensor="model/w", places=(0, 1, 2), values=((1.0, 1.0, 1.0), (3.0, 3.0, 3.0)))
     found = replace(difference("ab"), samples=(some,))
 
     assert repeated(found, [1.0, 1.0, 1.0]).odd_ranks == (1,)

@@ -11,7 +11,7 @@ from torch import Tensor
 from ddp_hpc.train.process_group import Group, RankInfo
 from ddp_hpc.train.sealed_store import SealedStore
 from ddp_hpc.train.state import digests
-from ddp_hpc.train.state.training_state import DTYPES
+from ddp_hpc.train.state.training_state import DTYPE_NAMES
 
 SHAPES = [(), (0,), (1,), (3,), (7, 5), (2, 3, 5, 7), (4096,), (8192,), (4096 * 2 + 3,), (123, 457)]
 
@@ -27,7 +27,7 @@ def random_tensor(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> 
     return (numbers[..., 0] > 127) if dtype == torch.bool else numbers.view(dtype).squeeze(-1)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPE_NAMES, ids=str)
 def test_one_flipped_bit_of_any_dtype_and_shape_changes_the_digest(dtype: torch.dtype) -> None:
     chosen = random.Random(1)
     for shape in SHAPES:
@@ -107,7 +107,7 @@ def test_memory_format_strides_and_neighbours_do_not_matter(dtype: torch.dtype) 
     assert digests.digests_of_tensors({"before": torch.ones(3), "x": plain, "after": wide})["x"] == of(plain)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPE_NAMES, ids=str)
 def test_a_tensor_among_many_that_are_alike_has_the_digest_that_it_has_alone(dtype: torch.dtype) -> None:
     many = {
         f"{shape} {number}": random_tensor(shape, dtype, seed=number)
@@ -127,7 +127,7 @@ def test_groups_of_bounded_size_have_the_same_digests(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(digests, "_MOST_BYTES", 20_000)
 
-    assert len([*digests._groups([*some.values()])]) > 20
+    assert len([*digests._group_places([*some.values()])]) > 20
     assert digests.digests_of_tensors(some) == before
 
 
@@ -135,17 +135,17 @@ def test_the_numbers_of_a_group_are_bounded_however_many_tensors_there_are(monke
     some = [torch.zeros(length) for length, num in ((10, 9000), (8188, 500), (90_000, 20)) for _ in range(num)]
     monkeypatch.setattr(digests, "_MOST_BYTES", 1 << 20)
 
-    groups = [*digests._groups(some)]
+    groups = [*digests._group_places(some)]
 
     assert len(groups) > 4
     for places, _ in groups:
-        kept = sum(part.numel() * 8 for place in places for part in digests._parts(some[place]))
+        kept = sum(part.numel() * 8 for place in places for part in digests._row_column_sums(some[place]))
         assert kept <= digests._MOST_BYTES
 
 
 def test_nothing_keeps_the_copy_of_a_tensor_that_is_not_contiguous() -> None:
     for length in (500, 503):
-        parts = digests._parts(torch.ones(100, length).t())
+        parts = digests._row_column_sums(torch.ones(100, length).t())
 
         assert sum(part.untyped_storage().nbytes() for part in parts) < 20_000
 
@@ -196,7 +196,7 @@ def test_the_digest_of_all_depends_on_names_and_each_digest() -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_a_gpu_computes_the_same_digests_as_a_cpu() -> None:
-    for dtype in DTYPES:
+    for dtype in DTYPE_NAMES:
         for shape in SHAPES:
             tensor = random_tensor(shape, dtype)
 

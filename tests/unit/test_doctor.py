@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from ddp_hpc.base.record import known_record, write_record
+from ddp_hpc.base.record import try_read_record, write_record
 from ddp_hpc.cluster.node_checks.facts import EMPTY, MISSING, THERE
-from ddp_hpc.cluster.node_checks.gather import disk, gather, networks, num_gpus, shared, state_of
+from ddp_hpc.cluster.node_checks.gather import gather, num_by_network, num_gpus, path_state, probe_disk, probe_shared
 from ddp_hpc.cluster.rendezvous.interfaces import Interface
 from ddp_hpc.cluster.rendezvous.worker_env import nccl_debug_variables
 from ddp_hpc.cluster.slurm.queries import NodeState, parse_nodes
@@ -25,10 +25,10 @@ from ddp_hpc.job import preflight
 from ddp_hpc.run.config.resolve import resolve
 from ddp_hpc.run.run_dir.ledger import Cause
 from ddp_hpc.run.run_dir.paths import RunDir
-from ddp_hpc.run.run_dir.preflight import Finding, Preflight
+from ddp_hpc.run.run_dir.preflight import Finding, PreflightReport
 from ddp_hpc.watch.diagnose.doctor import login, questions
 from ddp_hpc.watch.diagnose.doctor.login import LoginSite, nodes_by_reason, reason_meaning
-from ddp_hpc.watch.diagnose.doctor.on_nodes import options_of, parse_result
+from ddp_hpc.watch.diagnose.doctor.on_nodes import parse_result, salloc_options
 from ddp_hpc.watch.why.findings import AttemptFacts
 from ddp_hpc.watch.why.verdict import verdict_of
 from tests.made_run import made_attempt
@@ -341,7 +341,7 @@ def test_a_node_that_does_not_answer_the_controller_is_explained_without_a_reaso
 def test_the_result_is_found_behind_a_greeting_without_a_line_break(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    checked = Preflight(at=1.0, seconds=2.0, nodes=("n1",), findings=())
+    checked = PreflightReport(at=1.0, seconds=2.0, nodes=("n1",), findings=())
     monkeypatch.setattr(preflight, "examine_nodes", lambda question: checked)
     monkeypatch.setattr("ddp_hpc.base.processes.die_with_parent", lambda parent: None)
     for name, value in {"JOB_ID": "1", "JOB_NODELIST": "n1", "TASKS_PER_NODE": "1"}.items():
@@ -362,9 +362,9 @@ def test_the_job_of_the_doctor_is_placed_as_the_run_would_be(tmp_path: Path) -> 
     ]
     spec = resolve(None, settings, {"HOME": str(tmp_path)}).spec
 
-    assert options_of(spec, "3")[0] == "--nodes=3"
-    assert options_of(spec, "node[1-2]")[0] == "--nodelist=node[1-2]"
-    assert {"--partition=gpu", "--account=lab", "--exclude=node9"} <= {*options_of(spec, "3")}
+    assert salloc_options(spec, "3")[0] == "--nodes=3"
+    assert salloc_options(spec, "node[1-2]")[0] == "--nodelist=node[1-2]"
+    assert {"--partition=gpu", "--account=lab", "--exclude=node9"} <= {*salloc_options(spec, "3")}
 
 
 # --- one node ----------------------------------------------------------------------------------------------------------
@@ -388,12 +388,12 @@ def test_a_node_says_what_it_has_without_importing_torch(tmp_path: Path) -> None
 def test_nodes_see_each_others_files(tmp_path: Path) -> None:
     (tmp_path / "b").write_text("b\n")
 
-    assert set(shared(tmp_path, "a", ["a", "b"]).seen) == {"a", "b"}
+    assert set(probe_shared(tmp_path, "a", ["a", "b"]).seen) == {"a", "b"}
 
 
 def test_a_directory_that_is_not_there_is_an_error_of_this_node(tmp_path: Path) -> None:
-    assert "No such file" in shared(tmp_path / "none", "a", ["a"]).error
-    assert "No such file" in disk(tmp_path / "none").error
+    assert "No such file" in probe_shared(tmp_path / "none", "a", ["a"]).error
+    assert "No such file" in probe_disk(tmp_path / "none").error
 
 
 def test_what_is_at_a_path(tmp_path: Path) -> None:
@@ -402,7 +402,7 @@ def test_what_is_at_a_path(tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to("loop")
     os.mkfifo(tmp_path / "fifo")  # opening it would wait for a writer
 
-    told = {name: state_of(tmp_path / name) for name in ("empty", "file", "none", "loop", "fifo")}
+    told = {name: path_state(tmp_path / name) for name in ("empty", "file", "none", "loop", "fifo")}
 
     assert told["empty"] == EMPTY
     assert told["file"] == THERE
@@ -415,7 +415,7 @@ def test_a_part_that_does_not_end_in_time_is_named_and_the_others_are_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     over = threading.Event()
-    monkeypatch.setattr("ddp_hpc.cluster.node_checks.gather.state_of", lambda _: over.wait())  # as a dead mount does
+    monkeypatch.setattr("ddp_hpc.cluster.node_checks.gather.path_state", lambda _: over.wait())  # as a dead mount does
     monkeypatch.setattr("ddp_hpc.cluster.node_checks.gather.PATIENCE_S", 0.5)
 
     found = gather("a", ["a"], folder=tmp_path, paths=["/data"], environ={})
@@ -500,12 +500,12 @@ def test_an_interface_that_is_down_counts_as_a_network_that_is_missing() -> None
     down = Interface(name="ib0", kind="infiniband", is_up=False)
     loopback = Interface(name="lo", kind="loopback", is_up=True, addresses=("127.0.0.1/8",))
 
-    assert networks([up, down, loopback]) == {"Ethernet": 1, "InfiniBand": 0}
+    assert num_by_network([up, down, loopback]) == {"Ethernet": 1, "InfiniBand": 0}
 
 
 # --- records and what they mean ----------------------------------------------------------------------------------------
 
-FAILED = Preflight(
+FAILED = PreflightReport(
     at=1.0,
     seconds=2.0,
     nodes=("node1", "node2", "node3"),
@@ -520,8 +520,8 @@ def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     write_record(run.preflight(0), FAILED, indent=1)
 
-    assert known_record(run.preflight(0), Preflight) == FAILED
-    assert known_record(run.preflight(1), Preflight) is None
+    assert try_read_record(run.preflight(0), PreflightReport) == FAILED
+    assert try_read_record(run.preflight(1), PreflightReport) is None
 
 
 @pytest.mark.parametrize("plain", [None, {}, {"at": 1, "seconds": 1, "nodes": [], "findings": [{"level": "green"}]}])
@@ -530,7 +530,7 @@ def test_a_damaged_record_is_no_record(plain: Any, tmp_path: Path) -> None:
     run.preflight(0).parent.mkdir(parents=True)
     run.preflight(0).write_text(json.dumps(plain))
 
-    assert known_record(run.preflight(0), Preflight) is None
+    assert try_read_record(run.preflight(0), PreflightReport) is None
 
 
 def test_only_failures_exclude_nodes_and_never_all_of_them() -> None:
@@ -538,8 +538,8 @@ def test_only_failures_exclude_nodes_and_never_all_of_them() -> None:
 
     assert FAILED.bad_nodes == ("node2",)
     assert not FAILED.has_failure_without_bad_nodes
-    assert Preflight(at=0, seconds=0, nodes=FAILED.nodes, findings=(everywhere,)).bad_nodes == ()
-    assert Preflight(at=0, seconds=0, nodes=FAILED.nodes, findings=(everywhere,)).has_failure_without_bad_nodes
+    assert PreflightReport(at=0, seconds=0, nodes=FAILED.nodes, findings=(everywhere,)).bad_nodes == ()
+    assert PreflightReport(at=0, seconds=0, nodes=FAILED.nodes, findings=(everywhere,)).has_failure_without_bad_nodes
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from ddp_hpc.launch.submission.backend import Submission
 from ddp_hpc.launch.submission.request import SubmitRequest
 from ddp_hpc.prove.drill import faults, scenario
 from ddp_hpc.prove.drill.faults import FAULTS
-from ddp_hpc.prove.drill.injector import NodeProcess, processes_by_kind
+from ddp_hpc.prove.drill.injector import NodeProcess, pids_by_kind
 from ddp_hpc.prove.drill.scenario import check
 from ddp_hpc.run.config.resolve import Resolved
 from ddp_hpc.run.run_dir.paths import RunDir
@@ -95,7 +95,7 @@ OTHERS = [
     ids=["agent", "torchrun", "srun", "others"],
 )
 def test_processes_of_a_run_are_told_apart(seen: list[NodeProcess], found: dict[str, list[int]]) -> None:
-    assert processes_by_kind([*seen, *OTHERS], RUN) == found
+    assert pids_by_kind([*seen, *OTHERS], RUN) == found
 
 
 @pytest.mark.parametrize("fault", [name for name, fault in FAULTS.items() if fault.inject is None])
@@ -155,7 +155,7 @@ def test_a_drill_that_meets_a_run_of_its_name_cancels_only_what_it_has_made(
     drill = scenario.Drill(fault="preempt", faulty=faulty, unbroken=unbroken, say=print)
 
     with pytest.raises(ConfigError, match="mine exists already"):
-        drill.report()
+        drill.run_drill()
 
     assert backend.submitted == ["mine-unbroken", "mine"]
     assert backend.cancelled == ["mine-unbroken"]
@@ -173,7 +173,7 @@ class OneWaits(OneRunIsThere):
 
 def test_a_drill_whose_job_will_not_start_ends_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slurm = FakeSlurm(tmp_path)
-    slurm.knows_job(state="PENDING", reason="PartitionTimeLimit")
+    slurm.knows(state="PENDING", reason="PartitionTimeLimit")
     backend = OneWaits()
     monkeypatch.setattr(scenario, "_slurm", lambda: backend)
     monkeypatch.setattr(scenario, "SLURM_POLL_S", 0.0)
@@ -184,7 +184,7 @@ def test_a_drill_whose_job_will_not_start_ends_with_the_reason(tmp_path: Path, m
         for name in ("mine", "mine-unbroken")
     )
 
-    report = scenario.Drill(fault="preempt", faulty=faulty, unbroken=unbroken, say=print).report()
+    report = scenario.Drill(fault="preempt", faulty=faulty, unbroken=unbroken, say=print).run_drill()
 
     assert report.verdict == "FAIL"
     assert report.reason.startswith("Job 7 of mine never starts: the job's time limit is longer than its partition")
@@ -199,9 +199,9 @@ def test_a_run_that_chooses_its_interval_may_lose_by_the_one_that_was_in_force_a
     ]
     run.timeline.write_bytes(b"".join(map(as_line, marks)))
 
-    assert scenario._every_steps(run, "auto", 1) == 216
-    assert scenario._every_steps(run, "auto", 0) == 0
-    assert scenario._every_steps(run, 50, 1) == 50
+    assert scenario._save_interval_steps(run, "auto", 1) == 216
+    assert scenario._save_interval_steps(run, "auto", 0) == 0
+    assert scenario._save_interval_steps(run, 50, 1) == 50
 
 
 def test_a_run_that_ends_before_a_save_can_fail_is_said_to_have_ended(

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ddp_hpc.base import durable
-from ddp_hpc.base.durable import append_json_line, output_at, read_json, read_json_lines, replace_text
+from ddp_hpc.base.durable import append_json_line, atomic_output, read_json, read_json_lines, replace_text
 from ddp_hpc.base.errors import ConfigError
 
 
@@ -52,11 +52,11 @@ def test_an_output_is_there_whole_or_not_at_all(before: str | None, tmp_path: Pa
     if before is not None:
         path.write_text(before)
 
-    with pytest.raises(UnicodeEncodeError), output_at(path) as file:
+    with pytest.raises(UnicodeEncodeError), atomic_output(path) as file:
         file.write_text("half of it \udc80")
 
     assert [entry.read_text() for entry in tmp_path.iterdir()] == ([] if before is None else [before])
-    with output_at(path) as file:
+    with atomic_output(path) as file:
         file.write_text("all of it")
     assert [entry.read_text() for entry in tmp_path.iterdir()] == ["all of it"]
 
@@ -66,7 +66,7 @@ def test_an_output_that_is_a_pipe_is_written_and_stays_one(tmp_path: Path) -> No
     os.mkfifo(path)
     reader = os.open(path, os.O_RDWR | os.O_NONBLOCK)  # open for both, so that nobody waits for anybody
 
-    with output_at(path) as file:
+    with atomic_output(path) as file:
         file.write_text("new")
 
     assert os.read(reader, 100) == b"new"
@@ -81,7 +81,7 @@ def test_an_output_that_is_a_link_stays_one(target: str, tmp_path: Path) -> None
     link = tmp_path / "link"
     link.symlink_to(target)
 
-    with output_at(link) as file:
+    with atomic_output(link) as file:
         file.write_text("new")
 
     assert link.readlink() == Path(target)
@@ -94,7 +94,7 @@ def test_an_output_that_is_a_link_stays_one(target: str, tmp_path: Path) -> None
     ids=["is", "is none"],
 )
 def test_an_output_that_cannot_be_a_file_is_refused(output: str, told: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=told), output_at(tmp_path / output):
+    with pytest.raises(ConfigError, match=told), atomic_output(tmp_path / output):
         pytest.fail("nothing is to be made first")
 
     assert list(tmp_path.iterdir()) == []

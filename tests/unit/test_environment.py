@@ -14,7 +14,7 @@ from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.cli import main
 from ddp_hpc.run.run_dir.software_versions import (
     Environment,
-    differences,
+    change_texts,
     environment_here,
     newest_environment,
     read_environment,
@@ -92,7 +92,7 @@ def test_what_each_worker_has_of_its_own_is_no_difference() -> None:
     ],
 )
 def test_a_difference_is_told_by_its_name(now: Environment, told: list[str]) -> None:
-    assert list(differences(USED, now)) == told
+    assert list(change_texts(USED, now)) == told
 
 
 def test_what_an_attempt_used_is_read_back_the_newest_first(tmp_path: Path) -> None:

@@ -13,13 +13,13 @@ from ddp_hpc.cluster.rendezvous.choose_network import (
     why_unusable,
 )
 from ddp_hpc.cluster.rendezvous.interfaces import Interface, Kind
-from ddp_hpc.cluster.rendezvous.worker_env import Fact
+from ddp_hpc.cluster.rendezvous.worker_env import Sourced
 from tests.unit.made_network import DOCKER, LO, interface, node
 
 NODES = ["node1", "node2", "node3"]
 
 
-def interface_of(choice: Fact) -> str:
+def interface_of(choice: Sourced) -> str:
     return choice.rule.partition(",")[0]
 
 

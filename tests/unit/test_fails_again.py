@@ -8,18 +8,20 @@ from typing import Any
 import pytest
 
 from ddp_hpc.job.ending.blame import root_failure
-from ddp_hpc.run.requeue import Situation, decide_next, num_alike, repeated_sample
+from ddp_hpc.run.requeue import DecisionInputs, decide_next, num_alike, repeated_sample
 from ddp_hpc.run.run_dir.failure_reports import WorkerFailure
-from ddp_hpc.run.run_dir.ledger import Attempt, Cause, Ending, Next, Root
+from ddp_hpc.run.run_dir.ledger import Attempt, Cause, Ending, Next, RootFailure
 from ddp_hpc.run.spec import RestartSpec
 from tests.made_run import made_attempt
 
 CONTENT = "3 bytes, sha256 1"
-POISONED = Root(fingerprint="f1", entity="train_data[17]", entity_version=CONTENT, may_recover=False, failed_step=5)
+POISONED = RootFailure(
+    fingerprint="f1", entity="train_data[17]", entity_version=CONTENT, may_recover=False, failed_step=5
+)
 OF_SCRIPT = replace(POISONED, failed_step=None)
 
 
-def attempt(number: int, root: Root | None = None, **more: Any) -> Attempt:
+def attempt(number: int, root: RootFailure | None = None, **more: Any) -> Attempt:
     known: dict[str, Any] = {"cause": Cause.WORKER_CRASHED, "last_step": 4, "first_step": 0, **more}
     if root is not None:
         known["root"] = root
@@ -30,7 +32,7 @@ NEWEST = attempt(1, first_step=4, cause=None, last_step=None)
 
 
 @pytest.mark.parametrize("root", [POISONED, replace(POISONED, failed_step=4)])
-def test_the_same_proved_failure_twice_without_progress_is_named(root: Root) -> None:
+def test_the_same_proved_failure_twice_without_progress_is_named(root: RootFailure) -> None:
     assert repeated_sample([attempt(0, POISONED), NEWEST], root, 4) == root.entity
 
 
@@ -59,7 +61,7 @@ def test_the_same_proved_failure_twice_without_progress_is_named(root: Root) -> 
     ],
 )  # fmt: skip
 def test_nothing_is_named_where_one_point_differs_or_is_not_known(
-    why: str, before: Attempt, newest: Attempt, root: Root, step: int
+    why: str, before: Attempt, newest: Attempt, root: RootFailure, step: int
 ) -> None:
     assert repeated_sample([before, newest], root, step) == "", why
 
@@ -70,7 +72,7 @@ def test_the_first_attempt_of_a_submission_has_nothing_before_it() -> None:
 
 @pytest.mark.parametrize("cause", list(Cause))
 def test_a_failure_that_is_named_ends_the_run_only_where_workers_crashed(cause: Cause) -> None:
-    known = Situation(cause=cause, num_without_progress=2)
+    known = DecisionInputs(cause=cause, num_without_progress=2)
     policy = RestartSpec(max_no_progress=100)
 
     decision = decide_next(replace(known, fails_again="train_data[17]"), policy)
@@ -83,7 +85,7 @@ def test_a_failure_that_is_named_ends_the_run_only_where_workers_crashed(cause: 
 
 
 def test_a_job_that_slurm_has_requeued_goes_on_all_the_same() -> None:
-    known = Situation(cause=Cause.WORKER_CRASHED, fails_again="train_data[17]", is_requeued_by_slurm=True)
+    known = DecisionInputs(cause=Cause.WORKER_CRASHED, fails_again="train_data[17]", is_requeued_by_slurm=True)
 
     assert decide_next(known, RestartSpec()).next == Next.SLURM
 
@@ -112,7 +114,7 @@ def report(rank: int = 0, message: str = "label 99 is unknown", **more: Any) -> 
 LOST: dict[str, Any] = {"exception": "RuntimeError: Connection closed by peer", "exception_type": "RuntimeError", "entity": "", "entity_version": "", "may_recover": True}  # fmt: skip
 
 
-def root(*failures: WorkerFailure, cause: Cause = Cause.WORKER_CRASHED) -> Root:
+def root(*failures: WorkerFailure, cause: Cause = Cause.WORKER_CRASHED) -> RootFailure:
     ordered = sorted(failures, key=lambda failure: (failure.is_secondary, failure.at))
     return root_failure(cause, ordered, hosts=["node0", "node1", "node2"])
 
@@ -186,11 +188,11 @@ def test_a_report_without_an_entity_has_a_fingerprint_and_may_recover() -> None:
 
 @pytest.mark.parametrize("cause", [cause for cause in Cause if cause != Cause.WORKER_CRASHED])
 def test_an_attempt_that_ended_otherwise_has_no_root(cause: Cause) -> None:
-    assert root(report(0), cause=cause) == Root()
+    assert root(report(0), cause=cause) == RootFailure()
 
 
 def test_lost_connections_alone_have_no_root() -> None:
-    assert root(report(0, is_secondary=True, **LOST)) == Root()
+    assert root(report(0, is_secondary=True, **LOST)) == RootFailure()
 
 
 def test_a_script_whose_step_is_not_known_has_none_in_the_ledger() -> None:
@@ -201,7 +203,7 @@ def scripts_attempts(lives: list[tuple[int, float, str]]) -> list[Attempt]:
     """Return attempts that crashed, of each: how many saves it made, how long it lived, the fingerprint of its failure."""
     made, step, at = list[Attempt](), 0, 1000.0
     for number, (saves, lived_s, failure) in enumerate(lives):
-        root = Root(fingerprint=failure)
+        root = RootFailure(fingerprint=failure)
         made.append(
             attempt(number, root, first_step=step, last_step=step + saves, started_at=at, ended_at=at + lived_s)
         )
@@ -228,10 +230,10 @@ def test_a_script_that_only_fails_anew_ends_although_its_files_change(
     ended = scripts_attempts(lives)
     newest = ended[-1]
     now = newest.ended_at or 0.0
-    running = replace(newest, cause=None, root=Root(), last_step=None, ended_at=None)
+    running = replace(newest, cause=None, root=RootFailure(), last_step=None, ended_at=None)
 
     num = num_alike([*ended[:-1], running], newest.root, newest.last_step or 0, now=now)
-    decision = decide_next(Situation(cause=Cause.WORKER_CRASHED, num_alike=num), RestartSpec())
+    decision = decide_next(DecisionInputs(cause=Cause.WORKER_CRASHED, num_alike=num), RestartSpec())
 
     assert (decision.next == Next.NOTHING) == is_over, why
     assert ("attempts in a row failed in the same way, each after as many saves" in decision.why) == is_over

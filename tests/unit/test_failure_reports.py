@@ -13,7 +13,7 @@ import torch
 from ddp_hpc.base.durable import read_json
 from ddp_hpc.base.errors import ConfigError, DivergedError
 from ddp_hpc.run.run_dir.failure_reports import (
-    allowed_phase,
+    announced_phase,
     first_failure,
     is_hardware_error,
     is_lost_connection,
@@ -228,8 +228,8 @@ def test_an_error_of_the_device_is_told_from_an_error_of_the_code(error: BaseExc
 @pytest.mark.parametrize(("text", "phase"), [("building", "building"), ("", ""), ("a later version's word", "")])
 def test_what_rank_zero_was_allowed_to_be_silent_for_is_known(text: str, phase: str, tmp_path: Path) -> None:
     run = make_run(tmp_path)
-    assert allowed_phase(run, 0) == ""
+    assert announced_phase(run, 0) == ""
     run.allowance(0).parent.mkdir(parents=True)
     run.allowance(0).write_text(text)
 
-    assert allowed_phase(run, 0) == phase
+    assert announced_phase(run, 0) == phase

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ddp_hpc.prove.replay.bisecting import lines_by_step
-from ddp_hpc.prove.replay.first_difference import Lines, first_difference
+from ddp_hpc.prove.replay.bisecting import trace_by_step
+from ddp_hpc.prove.replay.first_difference import EntriesByStep, first_difference
 
 
 def tensor(kind: str, name: str, seal: str = "a", **more: Any) -> dict[str, Any]:
@@ -16,7 +16,7 @@ def option(name: str, value: str) -> dict[str, Any]:
     return {"kind": "option", "name": name, "hash": value}
 
 
-def step(*entries: dict[str, Any]) -> Lines:
+def step(*entries: dict[str, Any]) -> EntriesByStep:
     return {3: entries}
 
 
@@ -102,7 +102,7 @@ def test_the_state_that_a_part_of_a_replay_begins_with_does_not_hide_what_the_st
     whole = [{"step": number, "entries": [samples, state]} for number in (12, 13, 14)]
     begin = {"step": 13, "entries": [state]}
 
-    in_parts, at_once = lines_by_step([*whole[:2], begin, whole[2]]), lines_by_step(whole)
+    in_parts, at_once = trace_by_step([*whole[:2], begin, whole[2]]), trace_by_step(whole)
 
     assert first_difference([in_parts], [at_once]) is None
-    assert lines_by_step([begin, whole[2]]) == {13: [state], 14: [samples, state]}
+    assert trace_by_step([begin, whole[2]]) == {13: [state], 14: [samples, state]}

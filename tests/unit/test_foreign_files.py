@@ -32,7 +32,7 @@ from ddp_hpc.train.attached.run import AttachedRun
 def _as_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(attached_run, "_attached", None)
+    monkeypatch.setattr(attached_run, "_pid_and_run", None)
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -172,7 +172,7 @@ def test_a_copy_that_the_disk_does_not_take_leaves_nothing_behind(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path), None, str(target))
 
     monkeypatch.setattr(shutil, "copyfile", full)
-    monkeypatch.setattr(foreign_files, "_clone", lambda *_: False)
+    monkeypatch.setattr(foreign_files, "_try_reflink", lambda *_: False)
 
     with pytest.raises(OSError, match="No space left"):
         commit_files(claimed, folder, 1, attempt=0, world_size=1, keeps_folder=True)
@@ -188,8 +188,8 @@ def test_an_attempt_that_is_replaced_while_it_copies_commits_nothing(
         claim_run(claimed, 1)
         return clone(path, target)
 
-    clone = foreign_files._clone
-    monkeypatch.setattr(foreign_files, "_clone", replaced)
+    clone = foreign_files._try_reflink
+    monkeypatch.setattr(foreign_files, "_try_reflink", replaced)
 
     with pytest.raises(FencedError, match="newer attempt"):
         commit_files(claimed, folder, 1, attempt=0, world_size=1, keeps_folder=True)

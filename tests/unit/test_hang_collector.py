@@ -10,9 +10,9 @@ import pytest
 
 from ddp_hpc.cluster.rank_probe import collect as collect_module
 from ddp_hpc.cluster.rank_probe.client import RankProbe
-from ddp_hpc.cluster.rank_probe.collect import collect, process_state
+from ddp_hpc.cluster.rank_probe.collect import ask_rank, process_state
 from ddp_hpc.cluster.rank_probe.deadlines import LOOK_S, Deadline, HangCollector, deadline_file
-from ddp_hpc.job.node.agent import _collector
+from ddp_hpc.job.node.agent import _make_hang_collector
 from ddp_hpc.job.script.liveness import cpu_seconds
 from ddp_hpc.run.run_dir.hang_records import RankInHang, read_hang_records, write_hang_record
 from ddp_hpc.run.run_dir.paths import RunDir
@@ -76,7 +76,7 @@ def test_deadlines_of_an_earlier_attempt_and_damaged_ones_count_for_nothing(run:
 
 
 def test_a_rank_that_does_not_answer_has_a_record_of_what_the_kernel_says(tmp_path: Path) -> None:
-    record = collect(3, RankProbe(path=tmp_path / "nothing"), pid=os.getpid())
+    record = ask_rank(3, RankProbe(path=tmp_path / "nothing"), pid=os.getpid())
 
     assert (record.rank, record.pid, record.answers) == (3, os.getpid(), False)
     assert record.state in {"running", "sleeping"}
@@ -119,7 +119,7 @@ def test_an_agent_does_not_wait_for_a_file_system_that_takes_no_record(
         write_hang_record(run, attempt, record)
 
     monkeypatch.setattr(collect_module, "write_hang_record", wait_for_file_system)
-    collector = _collector(run, 0, tmp_path, range(1), may_fork=may_fork)
+    collector = _make_hang_collector(run, 0, tmp_path, range(1), may_fork=may_fork)
     Deadline(deadline_file(tmp_path, 0)).put_off(0.0)
 
     collector.look()

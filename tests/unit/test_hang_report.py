@@ -15,7 +15,7 @@ from ddp_hpc.job.ending import network_probe
 from ddp_hpc.job.ending.attempt_end import conclude_attempt
 from ddp_hpc.job.job_context import Outcome
 from ddp_hpc.run.run_dir.failure_reports import read_failures
-from ddp_hpc.run.run_dir.hang_records import DUMPING, RankInHang, write_hang_record
+from ddp_hpc.run.run_dir.hang_records import DUMPING_STATE, RankInHang, write_hang_record
 from ddp_hpc.run.run_dir.ledger import record_start
 from ddp_hpc.run.run_dir.network import NetworkFindings, PairFault, read_network
 from ddp_hpc.run.run_dir.paths import RunDir
@@ -248,7 +248,7 @@ def test_a_hang_has_one_task_on_each_node_probe_the_network_and_keeps_what_it_fo
             "; other ranks wait for rank 1",
         ),  # no stack
         (
-            rank(1, flight_record=None, stacks=None, answers=False, state=DUMPING),
+            rank(1, flight_record=None, stacks=None, answers=False, state=DUMPING_STATE),
             "crashed",
             "which has crashed, and the kernel still writes its core file",
         ),

@@ -13,7 +13,7 @@ import pytest
 
 import ddp_hpc
 from ddp_hpc.cli import main
-from ddp_hpc.launch.submission.image_build import BUILD_FILES, build_argv, files_dir
+from ddp_hpc.launch.submission.image_build import BUILD_FILES, build_argv, build_files_dir
 from ddp_hpc.watch.diagnose.image_probe import NEEDED, USEFUL
 
 ROOT = Path(ddp_hpc.__file__).parents[1]
@@ -196,4 +196,4 @@ def test_docker_builds_from_the_dockerfile_under_a_tag() -> None:
 
 
 def test_the_files_of_a_build_are_found_in_the_checkout() -> None:
-    assert files_dir() == ROOT
+    assert build_files_dir() == ROOT

@@ -12,13 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from ddp_hpc.cluster.rendezvous.interfaces import (
-    Interface,
-    Kind,
-    kind_of,
-    local_interfaces,
-    with_prefix,
-)
+from ddp_hpc.cluster.rendezvous.interfaces import Interface, Kind, as_cidr, kind_of, local_interfaces
 from tests.unit.made_network import node
 
 TUN = {"type": "65534", "tun_flags": "0x1001"}
@@ -75,7 +69,7 @@ def test_without_a_folder_it_is_taken_for_ethernet(tmp_path: Path) -> None:
     ],
 )
 def test_addresses_bear_their_prefix(address: str, netmask: str | None, text: str) -> None:
-    assert with_prefix(address, netmask) == text
+    assert as_cidr(address, netmask) == text
 
 
 def test_this_host_has_a_loopback() -> None:

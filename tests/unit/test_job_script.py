@@ -157,7 +157,9 @@ def test_a_supervisor_that_has_decided_is_not_started_again(tmp_path: Path, code
     assert calls == ["supervisor"]
 
 
-@pytest.mark.parametrize(("death", "after"), [("kill -9 $$", 137), ("exit 1", 1), (f"exit {exit_codes.UNDECIDED}", 94)])
+@pytest.mark.parametrize(
+    ("death", "after"), [("kill -9 $$", 137), ("exit 1", 1), (f"exit {exit_codes.RESTART_SUPERVISOR}", 94)]
+)
 def test_a_supervisor_that_dies_is_started_again_and_is_given_the_reason(
     tmp_path: Path, death: str, after: int
 ) -> None:
@@ -177,7 +179,7 @@ def test_a_job_whose_supervisors_always_die_goes_back_into_the_queue_once(tmp_pa
     second = guarded.see_through()
 
     assert (first[0], second[0]) == (1, 1)
-    assert first[2].count("supervisor --after=137") == len(exit_codes.GUARD_PAUSES_S)
+    assert first[2].count("supervisor --after=137") == len(exit_codes.GUARD_RESTART_PAUSES_S)
     assert first[2][-2:] == ["scontrol requeue 7", "sleep 1"]
     assert not any(call.startswith("scontrol") for call in second[2])
     assert "failed in this start of the job and in the one before, so the run ends" in second[1]

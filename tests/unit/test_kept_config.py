@@ -10,14 +10,7 @@ import yaml
 from ddp_hpc.base.durable import replace_text
 from ddp_hpc.launch.submission.fill_unset import fill_unset
 from ddp_hpc.run.config.keys import key_of
-from ddp_hpc.run.config.resolve import (
-    Resolved,
-    flat_spec,
-    load_resolved,
-    removed_key_notes,
-    render_resolved,
-    resolve,
-)
+from ddp_hpc.run.config.resolve import Resolved, flat_spec, load_resolved, removed_key_notes, render_resolved, resolve
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import Progress, write_progress
 

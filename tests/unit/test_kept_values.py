@@ -21,8 +21,8 @@ import pytest
 import torch
 from torch import nn
 
-from ddp_hpc.train.engine.set_aside import place_of_copies, set_aside, to_keep
-from ddp_hpc.train.engine.value_copies import MOST_VALUES, NotKeptError, refilled
+from ddp_hpc.train.engine.set_aside import choose_copy_device, restore_after, values_to_keep
+from ddp_hpc.train.engine.value_copies import MOST_VALUES, NotKeptError, keep_items
 
 CPU = torch.device("cpu")
 
@@ -95,7 +95,7 @@ HEALTHY: dict[str, Callable[[], Any]] = {
 def test_what_healthy_models_hold_is_not_refused(make: Callable[[], Any]) -> None:
     model = holding(make())
 
-    with set_aside(model, (), CPU):
+    with restore_after(model, (), CPU):
         pass
 
 
@@ -112,7 +112,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 def test_healthy_models_are_not_refused(make: Callable[[], nn.Module]) -> None:
-    with set_aside(make(), (nn.functional.cross_entropy, Object(loss=nn.MSELoss()).method), CPU):
+    with restore_after(make(), (nn.functional.cross_entropy, Object(loss=nn.MSELoss()).method), CPU):
         pass
 
 
@@ -123,14 +123,14 @@ def test_models_of_torchvision_are_not_refused(name: str) -> None:
     with torch.device("meta"):
         model = models.get_model(name)
 
-    to_keep(model, (nn.CrossEntropyLoss(label_smoothing=0.1),))
+    values_to_keep(model, (nn.CrossEntropyLoss(label_smoothing=0.1),))
 
 
 def test_what_cannot_be_put_back_is_noted_where_a_list_is_given_and_the_rest_is_put_back() -> None:
     held, refused = [Slots(), [0], itertools.count(), {"a": 1}], list[str]()
     model = holding(held)
 
-    with set_aside(model, (), CPU, refused=refused):
+    with restore_after(model, (), CPU, refused=refused):
         held[1][0] = held[3]["a"] = 5  # type: ignore[index]  # a list and a dict
         held.append(3)
 
@@ -142,7 +142,7 @@ def test_too_many_values_are_noted_once_and_those_before_are_put_back() -> None:
     held, refused = [[1]], list[str]()
     model = holding([*held, [[n] for n in range(MOST_VALUES + 1)], [[1]]])
 
-    with set_aside(model, (), CPU, refused=refused):
+    with restore_after(model, (), CPU, refused=refused):
         held[0][0] = 3
 
     assert [one.partition(" up to ")[0] for one in refused] == ["there are too many values"]
@@ -176,13 +176,13 @@ REFUSED: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize(("told", "make"), REFUSED.items(), ids=REFUSED)
 def test_what_cannot_be_put_back_is_refused_by_name(told: str, make: Callable[[], Any]) -> None:
-    with pytest.raises(NotKeptError, match=re.escape(told)), set_aside(holding(make()), (), CPU):
+    with pytest.raises(NotKeptError, match=re.escape(told)), restore_after(holding(make()), (), CPU):
         pytest.fail("a pass has begun")
 
 
 def test_what_the_loss_holds_is_refused_as_well() -> None:
     with pytest.raises(NotKeptError, match=r"`method\.__self__\.n` is of the type Slots"):
-        to_keep(nn.Linear(1, 1), (Object(n=Slots()).method,))
+        values_to_keep(nn.Linear(1, 1), (Object(n=Slots()).method,))
 
 
 # --- what is put back ------------------------------------------------------------------------------------------------
@@ -223,7 +223,7 @@ def test_what_objects_hold_is_put_back() -> None:
     values = make()
     model = holding(values)
 
-    with set_aside(model, (), CPU):
+    with restore_after(model, (), CPU):
         counted(values)
 
     assert (values.inner.n, values.space.k, values.array.sum(), values.counter["a"], shared) == (0, 0, 0, 1, [0])
@@ -235,7 +235,7 @@ def test_what_objects_hold_is_put_back() -> None:
 def test_a_module_that_is_not_registered_is_put_back_with_its_tensors() -> None:
     norm = nn.BatchNorm1d(2)
 
-    with set_aside(holding((norm,)), (), CPU):
+    with restore_after(holding((norm,)), (), CPU):
         norm(torch.randn(4, 2))
 
     assert norm.running_mean is not None
@@ -245,7 +245,7 @@ def test_a_module_that_is_not_registered_is_put_back_with_its_tensors() -> None:
 def test_the_module_that_a_partial_loss_has_is_put_back() -> None:
     norm = nn.BatchNorm1d(2)
 
-    with set_aside(nn.Identity(), (functools.partial(print, norm),), CPU):
+    with restore_after(nn.Identity(), (functools.partial(print, norm),), CPU):
         norm(torch.randn(4, 2))
 
     assert int(norm.num_batches_tracked or 0) == 0
@@ -256,7 +256,7 @@ def test_tensors_have_their_memory_shape_and_flag_again() -> None:
     layer.register_buffer("grows", torch.ones(1))
     address = layer.weight.data_ptr()
 
-    with set_aside(layer, (), CPU):
+    with restore_after(layer, (), CPU):
         layer.grows.resize_(3).fill_(7)
         layer.weight.data = torch.zeros(2, 2)
         layer.bias.requires_grad_(False)
@@ -273,7 +273,7 @@ class Watched(dict[str, int]):
 
 def test_a_container_that_has_not_changed_is_not_written_and_one_that_has_is_never_empty() -> None:
     values = Watched(a=1, b=2)
-    restore = refilled(values)
+    restore = keep_items(values)
 
     restore()
     values["b"], values["c"] = 3, 4
@@ -286,7 +286,7 @@ def test_a_container_that_has_not_changed_is_not_written_and_one_that_has_is_nev
 def test_copies_that_need_much_of_a_gpus_free_memory_are_made_on_the_host(
     num_bytes: int, device: torch.device | None
 ) -> None:
-    assert place_of_copies(num_bytes << 30, 100 << 30) == device
+    assert choose_copy_device(num_bytes << 30, 100 << 30) == device
 
 
 @pytest.mark.parametrize("before", [None, torch.zeros(1)])
@@ -294,7 +294,7 @@ def test_a_buffer_that_is_none_now_and_then_is_put_back(before: torch.Tensor | N
     layer: Any = nn.Identity()
     layer.register_buffer("now_and_then", before)
 
-    with set_aside(layer, (), CPU):
+    with restore_after(layer, (), CPU):
         layer.now_and_then = torch.ones(1) if before is None else None
 
     assert layer.now_and_then is before
@@ -303,7 +303,7 @@ def test_a_buffer_that_is_none_now_and_then_is_put_back(before: torch.Tensor | N
 def test_buffers_and_layers_that_a_pass_adds_are_taken_off() -> None:
     layer = nn.Identity()
 
-    with set_aside(layer, (), CPU):
+    with restore_after(layer, (), CPU):
         layer.register_buffer("new", torch.ones(1))
         layer.more = nn.Linear(1, 1)
 
@@ -358,7 +358,7 @@ def test_all_that_a_pass_changes_is_put_back_also_when_it_raises(raises: bool) -
     before, cache, average = seen(layer), layer.cache, layer.average
 
     def run() -> None:
-        with set_aside(layer, (), CPU):
+        with restore_after(layer, (), CPU):
             layer().backward()
             assert layer.weight.grad is not None
             if raises:
@@ -386,7 +386,7 @@ def test_of_a_large_value_that_is_refused_nothing_is_examined_so_that_the_others
     model.inner.seen = [1]  # type: ignore[assignment]
     refused: list[str] = []
 
-    with set_aside(model, (), CPU, refused=refused):
+    with restore_after(model, (), CPU, refused=refused):
         model.inner.seen.append(2)  # type: ignore[operator,union-attr]
 
     assert model.inner.seen == [1]

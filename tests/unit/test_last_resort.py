@@ -25,7 +25,7 @@ def test_an_error_of_ours_amid_the_verdict_sends_the_job_back_all_the_same(
     one = supervised()
 
     conclusion = last_resort.conclude_in_any_case(one.context, one.begin(), CRASHED)
-    last_resort.requeue_in_any_case(one.context, conclusion)
+    last_resort.carry_out_in_any_case(one.context, conclusion)
 
     assert (one.last.cause, one.last.next) == ("unexplained", "requeue")
     assert one.last.reason == "ddp-hpc's own supervisor process failed: KeyError: 'odd' (traceback in the job's log)"
@@ -51,7 +51,7 @@ def test_a_job_goes_back_into_the_queue_though_its_ledger_cannot_be_read_or_writ
     one.run.attempts.mkdir()
 
     conclusion = last_resort.conclude_in_any_case(one.context, attempt, STOPPED)
-    last_resort.requeue_in_any_case(one.context, conclusion)
+    last_resort.carry_out_in_any_case(one.context, conclusion)
 
     assert "scontrol requeue 7" in one.slurm.orders("scontrol requeue")
     assert f"how attempt {attempt} ended" in capsys.readouterr().err
@@ -101,7 +101,7 @@ def test_a_job_that_goes_back_after_an_error_of_ours_is_left_no_sooner_than_any_
     monkeypatch.setattr(requeue_job, "STAY_AFTER_REQUEUE_S", 0.3)
     began = time.monotonic()
 
-    last_resort.requeue_in_any_case(one.context, conclusion)
+    last_resort.carry_out_in_any_case(one.context, conclusion)
 
     assert one.slurm.orders("scontrol requeue") == ["scontrol requeue 7"]
     assert time.monotonic() - began >= 0.3

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ddp_hpc.train.late_compiler import StandIn, put_in_place
+from ddp_hpc.train.late_compiler import StandIn, install_stand_in
 
 LINES = """
 import sys
@@ -122,7 +122,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
     importlib.import_module("outer")
     stand_in = StandIn("outer.slow", {"mode": lambda: "known"})
-    put_in_place(stand_in)
+    install_stand_in(stand_in)
     yield stand_in
     for name in [name for name in sys.modules if name.partition(".")[0] == "outer"]:
         del sys.modules[name]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ddp_hpc.cluster.slurm.steps import probe_argv
-from ddp_hpc.job.launcher import STEP_COMMANDS, agent_argv, agents_step_argv
+from ddp_hpc.job.launcher import STEP_ARGV_BY_LAUNCHER, agent_argv, agents_step_argv
 from ddp_hpc.job.wire.endpoint import Endpoint, PortTakenError, listen
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.spec import DataSpec, ResourcesSpec, RunSpec, SlurmSpec, TorchrunSpec, TrainSpec
@@ -30,7 +30,7 @@ def start(*, address: str = "10.0.0.1", launcher: str = "agent") -> list[str]:
     )
     if launcher == "agent":
         return agents_step_argv(launch_of(spec, RUN))
-    return STEP_COMMANDS[launcher](launch_of(spec, RUN), 2, Endpoint(address, 29500))
+    return STEP_ARGV_BY_LAUNCHER[launcher](launch_of(spec, RUN), 2, Endpoint(address, 29500))
 
 
 SHAPES = {
@@ -41,7 +41,7 @@ SHAPES = {
 
 
 def test_every_launcher_has_its_shape_here() -> None:
-    assert SHAPES.keys() == {*STEP_COMMANDS, "agent"}
+    assert SHAPES.keys() == {*STEP_ARGV_BY_LAUNCHER, "agent"}
 
 
 @pytest.mark.parametrize("launcher", SHAPES)
@@ -97,7 +97,7 @@ def test_agents_are_started_once_for_all_attempts_and_told_of_each_by_their_line
     ]
 
 
-@pytest.mark.parametrize("launcher", STEP_COMMANDS)
+@pytest.mark.parametrize("launcher", STEP_ARGV_BY_LAUNCHER)
 def test_the_task_is_told_its_run_worker_and_attempt(launcher: str) -> None:
     argv = start(launcher=launcher)
 

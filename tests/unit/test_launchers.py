@@ -15,9 +15,9 @@ from ddp_hpc.cluster.rendezvous.launchers import (
     RankPlace,
     find_place,
     numeric_address,
-    variables_of,
     with_port_of_run,
     with_workers,
+    worker_env_of,
 )
 from ddp_hpc.cluster.slurm.allocation import read_allocation
 from tests.unit.made_network import LO, batch, host, interface, task
@@ -201,7 +201,7 @@ def test_a_node_asks_the_configuration_for_its_workers_where_the_launcher_names_
 
 
 def test_every_variable_names_the_launchers_variable_that_it_comes_from() -> None:
-    found = variables_of(placed(MPICH), MPICH, HOST)
+    found = worker_env_of(placed(MPICH), MPICH, HOST)
 
     ranks = {name: found.value(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK")}
     assert ranks == {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "NODE_RANK": "1"}
@@ -215,7 +215,7 @@ def test_the_first_node_takes_its_own_name_even_where_that_means_loopback() -> N
     first = {**SKYPILOT, "SKYPILOT_NODE_RANK": "0", "SKYPILOT_NODE_IPS": "me\nnode1"}
 
     assert numeric_address(placed(first), HOST) == "127.0.1.1"
-    assert variables_of(placed(first), first, HOST).value("GLOO_SOCKET_IFNAME") == "eth0"
+    assert worker_env_of(placed(first), first, HOST).value("GLOO_SOCKET_IFNAME") == "eth0"
 
 
 def test_a_node_that_cannot_resolve_the_first_one_says_so() -> None:

@@ -12,7 +12,7 @@ import pytest
 from ddp_hpc.base import exit_codes
 from ddp_hpc.base.durable import append_json_line
 from ddp_hpc.run.run_dir import ledger
-from ddp_hpc.run.run_dir.ledger import Cause, End, Ending, Ledger, Next, Root, record_end, record_start
+from ddp_hpc.run.run_dir.ledger import Cause, End, Ending, Ledger, Next, RootFailure, record_end, record_start
 from tests.made_run import make_run
 
 OLD = (
@@ -70,7 +70,7 @@ def test_a_word_is_its_text_wherever_it_is_printed(word: Ending | Cause | Next) 
 def test_an_end_without_a_cause_leaves_what_an_earlier_line_says_of_it(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     record_start(run, attempt=0, job_id="7")
-    root = Root(fingerprint="f1", entity="train_data[1]", failed_step=0)
+    root = RootFailure(fingerprint="f1", entity="train_data[1]", failed_step=0)
     known = End(
         ending=Ending.FAILED, cause=Cause.NODE_FAILED, last_step=1, next=Next.SLURM, failed_nodes=("n",), root=root
     )
@@ -130,7 +130,11 @@ def test_each_ending_has_its_exit_code() -> None:
 
 def test_a_ledger_answers_for_one_attempt_or_several(tmp_path: Path) -> None:
     run = make_run(tmp_path)
-    assert (Ledger.read(run).newest, Ledger.read(run).newest_number, Ledger.read(run).newest_committed) == (None, -1, 0)
+    assert (Ledger.read(run).newest, Ledger.read(run).newest_number, Ledger.read(run).newest_committed_step) == (
+        None,
+        -1,
+        0,
+    )
     for number in (0, 2, 3):
         record_start(run, attempt=number, job_id=f"job {number}", first_step=number * 10)
     record_end(run, 2, End(ending=Ending.FAILED, exit_code=1, last_step=70))
@@ -141,6 +145,6 @@ def test_a_ledger_answers_for_one_attempt_or_several(tmp_path: Path) -> None:
     assert found.newest == found.attempts[-1] == found.attempt(3)
     assert found.newest_number == 5
     assert found.attempt(5) is None
-    assert [one.attempt for one in found.since(2)] == [2, 3]
+    assert [one.attempt for one in found.attempts_since(2)] == [2, 3]
     assert [one.attempt if one else None for one in map(found.newest_before, (3, 2, 0))] == [2, 0, None]
-    assert found.newest_committed == 70
+    assert found.newest_committed_step == 70

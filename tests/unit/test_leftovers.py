@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hpc.base.leftovers import name_beside, remove_leftovers
+from ddp_hpc.base.leftovers import remove_leftovers, scratch_dir_path
 from ddp_hpc.cli import main
 
 BEGINS = """
 import sys, time
 from pathlib import Path
-from ddp_hpc.base.leftovers import name_beside
-made = name_beside(Path(sys.argv[1]))
+from ddp_hpc.base.leftovers import scratch_dir_path
+made = scratch_dir_path(Path(sys.argv[1]))
 made.mkdir()
 (made / "config.yaml").touch()
 print(made, flush=True)
@@ -51,7 +51,7 @@ def test_the_directory_of_a_killed_process_is_removed_and_that_of_a_live_one_is_
 
 
 def test_a_later_process_with_the_same_pid_keeps_nothing_alive(tmp_path: Path) -> None:
-    own = name_beside(tmp_path / "digits")
+    own = scratch_dir_path(tmp_path / "digits")
     before, _, started = own.name.removesuffix(".tmp").rpartition("-")
     earlier = tmp_path / f"{before}-{int(started) - 1}.tmp"
     for path in (own, earlier):
@@ -63,7 +63,7 @@ def test_a_later_process_with_the_same_pid_keeps_nothing_alive(tmp_path: Path) -
 
 
 def test_what_another_host_or_an_unknown_process_has_made_is_left_alone(tmp_path: Path) -> None:
-    own = name_beside(tmp_path / "digits").name
+    own = scratch_dir_path(tmp_path / "digits").name
     _, name, who, _ = own.split(".")
     boot, namespace, _, started = who.split("-")
     gone = "4194305"  # above the kernel's largest pid

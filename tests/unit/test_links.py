@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ddp_hpc.cluster.rendezvous.links.findings import LinkAnswer, confirm_findings, findings_of
+from ddp_hpc.cluster.rendezvous.links.findings import NodeLinkReport, confirm_findings, findings_of
 from ddp_hpc.cluster.rendezvous.links.probe import NUM_DATAGRAMS
 from ddp_hpc.cluster.rendezvous.links.rounds import ALL_PAIRS_UP_TO, partners, rounds_of
 from ddp_hpc.job.ending.network_probe import probe_network
@@ -57,7 +57,7 @@ def partners_of(num_nodes: int) -> dict[int, set[int]]:
 def test_the_verdict_on_a_large_job_names_its_bad_node_and_takes_steps_as_there_are_pairs() -> None:
     others = partners_of(1000)
     found = {
-        node: LinkAnswer(
+        node: NodeLinkReport(
             address=f"10.3.{node >> 8}.{node & 255}",
             tcp={one: "connect" if 7 in (node, one) else "good" for one in others[node]},
             heard={one: ALL for one in others[node] if 7 not in (node, one)},
@@ -84,10 +84,10 @@ def test_the_verdict_on_a_large_job_names_its_bad_node_and_takes_steps_as_there_
     assert num_lines < 150 * findings.num_pairs, "each pair is judged once, and no node reads all pairs"
 
 
-def healthy(num_nodes: int) -> dict[int, LinkAnswer]:
+def healthy(num_nodes: int) -> dict[int, NodeLinkReport]:
     others = {node: [one for one in range(num_nodes) if one != node] for node in range(num_nodes)}
     return {
-        node: LinkAnswer(
+        node: NodeLinkReport(
             address=f"10.2.0.{node + 1}",
             network="10.2.0.0/24",
             tcp=dict.fromkeys(others[node], "good"),
@@ -99,8 +99,8 @@ def healthy(num_nodes: int) -> dict[int, LinkAnswer]:
 
 
 def with_link(
-    answers: dict[int, LinkAnswer], sender: int, receiver: int, tcp: str, heard: tuple[int, int] = (0, 0)
-) -> dict[int, LinkAnswer]:
+    answers: dict[int, NodeLinkReport], sender: int, receiver: int, tcp: str, heard: tuple[int, int] = (0, 0)
+) -> dict[int, NodeLinkReport]:
     """Change what the sender's connection came to, and what the receiver heard of it."""
     one, other = answers[sender], answers[receiver]
     return {
@@ -110,11 +110,11 @@ def with_link(
     }
 
 
-def cut(answers: dict[int, LinkAnswer], one: int, other: int) -> dict[int, LinkAnswer]:
+def cut(answers: dict[int, NodeLinkReport], one: int, other: int) -> dict[int, NodeLinkReport]:
     return with_link(with_link(answers, one, other, "connect"), other, one, "connect")
 
 
-def found(answers: dict[int, LinkAnswer], num_nodes: int = 4) -> NetworkFindings:
+def found(answers: dict[int, NodeLinkReport], num_nodes: int = 4) -> NetworkFindings:
     names = [f"node{number + 1}" for number in range(num_nodes)]
     return findings_of(names, answers, address=ADDRESS, at=0.0, seconds=1.0)
 
@@ -133,21 +133,21 @@ def test_a_node_that_reaches_no_other_is_named_without_its_partners() -> None:
 
     findings = found(answers)
 
-    assert (findings.bad_nodes, findings.own_pairs, findings.culprits) == (("node3",), [], "node3")
+    assert (findings.bad_nodes, findings.unexplained_pairs, findings.culprits_text) == (("node3",), [], "node3")
     assert findings.words == "node3 does not reach the other nodes on the network of 10.2.0.1: no packet passes"
 
 
 def test_of_one_bad_pair_neither_node_is_blamed() -> None:
     findings = found(cut(healthy(4), 0, 2))
 
-    assert (findings.bad_nodes, findings.culprits) == ((), "node1 - node3")
+    assert (findings.bad_nodes, findings.culprits_text) == ((), "node1 - node3")
     assert findings.words == "on the network of 10.2.0.1, no packet passes between node1 and node3"
 
 
 def test_of_two_nodes_neither_is_blamed() -> None:
     findings = found(cut(healthy(2), 0, 1), 2)
 
-    assert (findings.bad_nodes, findings.culprits) == ((), "node1 - node2")
+    assert (findings.bad_nodes, findings.culprits_text) == ((), "node1 - node2")
 
 
 def test_a_network_split_into_two_groups_blames_no_node() -> None:
@@ -159,7 +159,7 @@ def test_a_network_split_into_two_groups_blames_no_node() -> None:
     findings = found(answers)
 
     assert findings.bad_nodes == ()
-    assert findings.culprits == "node1 - node3, node1 - node4, node2 - node3, node2 - node4"
+    assert findings.culprits_text == "node1 - node3, node1 - node4, node2 - node3, node2 - node4"
 
 
 def test_where_no_pair_carries_no_node_is_blamed() -> None:
@@ -181,7 +181,7 @@ def test_two_bad_nodes_and_a_bad_pair_beside_them_are_all_named() -> None:
 
     findings = found(cut(answers, 0, 3), 6)
 
-    assert (findings.bad_nodes, findings.culprits) == (("node2", "node5"), "node2, node5, node1 - node4")
+    assert (findings.bad_nodes, findings.culprits_text) == (("node2", "node5"), "node2, node5, node1 - node4")
 
 
 Seen = tuple[str, tuple[int, int]]
@@ -264,7 +264,7 @@ def test_a_node_that_takes_no_connections_but_makes_them_is_named_by_its_pairs_o
 
     findings = found(answers)
 
-    assert (findings.bad_nodes, len(findings.own_pairs)) == ((), 3)
+    assert (findings.bad_nodes, len(findings.unexplained_pairs)) == ((), 3)
 
 
 def test_only_a_node_that_two_probes_find_bad_is_bad() -> None:
@@ -272,12 +272,12 @@ def test_only_a_node_that_two_probes_find_bad_is_bad() -> None:
     for other in (0, 1, 3):
         answers = cut(answers, 2, other)
     bad, well, unknown = found(answers), found(healthy(4)), replace(found(healthy(4)), problem="srun failed")
-    off = found({**healthy(4), 1: LinkAnswer(is_whole=True)})
+    off = found({**healthy(4), 1: NodeLinkReport(is_whole=True)})
 
     assert confirm_findings(bad, bad) == replace(bad, seconds=2.0)
     assert confirm_findings(bad, well) == replace(well, seconds=2.0)
     for again in (None, unknown):
-        assert (confirm_findings(bad, again).bad_nodes, len(confirm_findings(bad, again).own_pairs)) == ((), 3)
+        assert (confirm_findings(bad, again).bad_nodes, len(confirm_findings(bad, again).unexplained_pairs)) == ((), 3)
     assert (confirm_findings(off, off).bad_nodes, confirm_findings(off, off).silent) == (("node2",), ())
     for one in (confirm_findings(off, None), confirm_findings(bad, off)):
         assert (one.bad_nodes, one.off_network, one.silent, one.carries_everywhere) == ((), (), ("node2",), False)
@@ -288,7 +288,7 @@ def test_a_node_that_does_not_answer_is_said_apart_and_not_taken_for_bad() -> No
     for other in (0, 1, 2):
         answers = cut(answers, 3, other)
 
-    for silent in ({key: value for key, value in answers.items() if key != 3}, {**answers, 3: LinkAnswer()}):
+    for silent in ({key: value for key, value in answers.items() if key != 3}, {**answers, 3: NodeLinkReport()}):
         findings = found(silent)
 
         assert (findings.silent, findings.bad_nodes, findings.num_pairs, findings.carries_everywhere) == (
@@ -301,25 +301,25 @@ def test_a_node_that_does_not_answer_is_said_apart_and_not_taken_for_bad() -> No
 
 
 def test_a_node_without_an_address_on_the_network_is_named() -> None:
-    findings = found({**healthy(4), 2: LinkAnswer(is_whole=True)})
+    findings = found({**healthy(4), 2: NodeLinkReport(is_whole=True)})
 
     assert (findings.bad_nodes, findings.off_network, findings.num_pairs) == (("node3",), ("node3",), 3)
     assert "node3 has no address of its own on the network of 10.2.0.1" in findings.words
 
 
 def test_a_node_that_could_not_listen_for_another_reason_is_not_known() -> None:
-    findings = found({**healthy(4), 2: LinkAnswer()})
+    findings = found({**healthy(4), 2: NodeLinkReport()})
 
     assert (findings.bad_nodes, findings.silent) == ((), ("node3",))
 
 
 def test_rank_zeros_own_interface_may_be_the_one_that_is_down() -> None:
-    answers = {**healthy(4), 0: LinkAnswer(address="10.1.0.1", network="10.1.0.0/24", is_whole=True)}
+    answers = {**healthy(4), 0: NodeLinkReport(address="10.1.0.1", network="10.1.0.0/24", is_whole=True)}
 
     assert found(answers).bad_nodes == ("node1",)
 
 
-def in_racks(answers: dict[int, LinkAnswer], size: int) -> dict[int, LinkAnswer]:
+def in_racks(answers: dict[int, NodeLinkReport], size: int) -> dict[int, NodeLinkReport]:
     """Give each rack a subnet of its own."""
     return {
         number: replace(answer, address=f"10.2.{number // size}.{number + 1}", network=f"10.2.{number // size}.0/24")

@@ -13,7 +13,7 @@ import pytest
 
 from ddp_hpc.launch.submission.request import SubmitRequest
 from ddp_hpc.launch.submission.slurm import freeze_code, job_import_paths
-from ddp_hpc.launch.submission.snapshot import editable_dirs
+from ddp_hpc.launch.submission.snapshot import writable_import_dirs
 from ddp_hpc.run.config.resolve import Resolved
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.spec import RecipeSpec, RunSpec, ScriptSpec
@@ -78,7 +78,7 @@ def test_what_lies_elsewhere_is_named_if_the_user_may_edit_it(project: Path) -> 
     tools = project.parent / "tools"
     environ = {"PYTHONPATH": f"{tools}:{sys.prefix}:/nowhere"}
 
-    assert editable_dirs(environ) == [tools]
+    assert writable_import_dirs(environ) == [tools]
     request = SubmitRequest(resolved=Resolved(spec_of(), {}), import_paths=[project], environ=environ)
     assert job_import_paths(request) == [request.run.snapshot]
     [_, note] = freeze_code(request, request.run)

@@ -18,7 +18,7 @@ from torch.utils.data import Dataset, TensorDataset
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from ddp_hpc.run.spec import DataSpec
-from ddp_hpc.train.data.loader import Fetched, LoadedGlobalBatch, load_global_batches, to_device
+from ddp_hpc.train.data.loader import FetchedBatch, LoadedGlobalBatch, load_global_batches, to_device
 from ddp_hpc.train.data.sample_order import GlobalBatch, Position, RankSampler, SampleOrder
 from ddp_hpc.train.state import rng
 from tests.distributed.trial_recipe import NoisyImages
@@ -275,7 +275,7 @@ class Pinnable(Tensor):
 def test_every_tensor_of_a_batch_is_pinned_and_the_indices_of_its_samples_are_passed_on(
     wrap: Callable[[Any], Any], unwrap: Callable[[Any], Any]
 ) -> None:
-    fetched = Fetched(tuple(range(3)), wrap(torch.zeros(2).as_subclass(Pinnable)))
+    fetched = FetchedBatch(tuple(range(3)), wrap(torch.zeros(2).as_subclass(Pinnable)))
 
     pinned = pin_memory(fetched)  # as the DataLoader does
 
@@ -294,7 +294,7 @@ def test_every_tensor_of_a_batch_is_pinned_and_the_indices_of_its_samples_are_pa
     ids=["on a device", "sparse", "of several lengths"],
 )
 def test_a_tensor_that_cannot_be_pinned_is_passed_on(tensor: Tensor) -> None:
-    fetched = Fetched((0,), {"input": tensor})
+    fetched = FetchedBatch((0,), {"input": tensor})
 
     assert pin_memory(fetched).batch["input"] is tensor
 
@@ -310,4 +310,4 @@ class OwnBatch:
 
 
 def test_a_batch_of_ones_own_type_pins_itself() -> None:
-    assert pin_memory(Fetched((0,), OwnBatch())).batch.is_in_pinned_memory
+    assert pin_memory(FetchedBatch((0,), OwnBatch())).batch.is_in_pinned_memory

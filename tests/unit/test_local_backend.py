@@ -62,7 +62,7 @@ def test_a_run_of_another_host_is_not_cancelled_by_killing_a_process_of_that_num
 def test_a_process_that_has_the_number_of_a_dead_supervisor_is_not_killed(
     held: RunDir, stranger: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local, "VANISH_PATIENCE_S", 0.2)
+    monkeypatch.setattr(local, "PROCESS_EXIT_PATIENCE_S", 0.2)
     start = processes.start_ticks(stranger.pid)
     assert start is not None
     add(held, host=socket.gethostname(), pid=stranger.pid, pid_start=start - 1)
@@ -138,7 +138,7 @@ def test_a_run_that_has_ended_between_two_looks_as_it_was_asked_to_gets_time_to_
 
     monkeypatch.setattr(Ledger, "read", ends_after)
 
-    assert local._patience_s(held) > 0
+    assert local._exit_patience_s(held) > 0
 
 
 def test_a_supervisor_that_is_gone_before_training_is_missed_at_once(tmp_path: Path) -> None:

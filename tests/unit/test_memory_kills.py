@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hpc.cluster.machine.cgroups import memory_kills, ran_out_since
+from ddp_hpc.cluster.machine.cgroups import memory_kills, whose_memory_ran_out
 from ddp_hpc.run.run_dir.failure_reports import WorkerFailure, report_killed
 from ddp_hpc.watch.why.verdict import verdict_of
 from tests.machine.test_cgroups import cgroups
@@ -53,7 +53,7 @@ def test_a_limit_that_was_not_reached_leaves_the_machine(tmp_path: Path, files: 
     after = {**before, f"{STEP}/user/task_0/memory.events": "oom_kill 1\n", **files}
     old = memory_kills(cgroups(tmp_path / "before", V2, {**before, **kept}))
 
-    told = ran_out_since(old, cgroups(tmp_path / "after", V2, after))
+    told = whose_memory_ran_out(old, cgroups(tmp_path / "after", V2, after))
 
     assert re.search(whose, told)
     assert bool(told) == (whose != "$")
@@ -63,8 +63,8 @@ def test_where_the_kernel_keeps_no_local_counts_it_is_not_known_whose_memory_it_
     name = "memory/slurm/job_7/step_1/memory.oom_control"
     old = memory_kills(cgroups(tmp_path / "before", V1, {name: "oom_kill 0\n"}))
 
-    assert "not known which" in ran_out_since(old, cgroups(tmp_path / "after", V1, {name: "oom_kill 1\n"}))
-    assert ran_out_since(None) == ""
+    assert "not known which" in whose_memory_ran_out(old, cgroups(tmp_path / "after", V1, {name: "oom_kill 1\n"}))
+    assert whose_memory_ran_out(None) == ""
 
 
 @pytest.mark.parametrize(("memory_ran_out", "failure"), [("of the machine", "host-memory"), ("", "killed")])

@@ -16,7 +16,7 @@ from ddp_hpc.run.run_dir import ownership
 from ddp_hpc.run.run_dir.ledger import Ledger, record_start
 from tests.unit.made_job import CRASHED, NODES, Make
 
-STOPPED_EARLY = Outcome(code=exit_codes.STOPPED_EARLY, step_code=128 + 15)
+STOPPED_EARLY = Outcome(code=exit_codes.STOPPED_BEFORE_START, step_code=128 + 15)
 """What is left where one task cannot start, and srun ends the others before they listen."""
 
 

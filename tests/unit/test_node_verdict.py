@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from ddp_hpc.cluster.node_checks.answers import NodeAnswers, NodeNeeds, odd_ones
+from ddp_hpc.cluster.node_checks.answers import NodeAnswers, NodeNeeds, odd_nodes
 from ddp_hpc.cluster.node_checks.checks import findings_of
-from ddp_hpc.cluster.node_checks.facts import EMPTY, MISSING, THERE, Disk, NodeFacts, Shared, facts_of, neighbours
-from ddp_hpc.cluster.node_checks.of_network import clocks_of
-from ddp_hpc.run.run_dir.network import NetworkFindings, Pace, PairFault
+from ddp_hpc.cluster.node_checks.facts import EMPTY, MISSING, THERE, Disk, NodeFacts, SharedDir, neighbours, parse_facts
+from ddp_hpc.cluster.node_checks.of_network import ahead_s_by_node
+from ddp_hpc.run.run_dir.network import LinkMetrics, NetworkFindings, PairFault
 from ddp_hpc.run.run_dir.preflight import Finding
 
 NODES = ("node1", "node2", "node3", "node4")
@@ -41,7 +41,7 @@ GOOD = NodeFacts(
     networks={"InfiniBand": 1, "Ethernet": 1},
     limits={"nofile": 65536, "memlock": -1, "nproc": -1},
     disks={"temporary files": Disk(path="/tmp", free_bytes=100 << 30, free_files=10**6)},
-    shared=Shared(write_s=0.01, seen=NODES, seen_s=0.1),
+    shared=SharedDir(write_s=0.01, seen=NODES, seen_s=0.1),
     paths={"/data": THERE},
     mounts={"/data": ("/data", "nfs4", "server:/sets")},
 )
@@ -49,7 +49,9 @@ GOOD = NodeFacts(
 
 def network(nodes: tuple[str, ...] = NODES, **fields: Any) -> NetworkFindings:
     pairs = [(one, other) for one in nodes for other in nodes if one != other]
-    paces = tuple(Pace(sender=one, receiver=other, mb_per_s=1000.0, ahead_s=0.0, trip_s=0.0001) for one, other in pairs)
+    paces = tuple(
+        LinkMetrics(sender=one, receiver=other, mb_per_s=1000.0, ahead_s=0.0, trip_s=0.0001) for one, other in pairs
+    )
     whole: dict[str, Any] = {"at": 0.0, "seconds": 1.0, "address": "10.0.0.1", "num_nodes": len(nodes)}
     return NetworkFindings(**{**whole, "num_pairs": len(pairs) // 2, "paces": paces, **fields})
 
@@ -150,8 +152,8 @@ OVER_QUOTA = replace(
 )
 NO_DATA = replace(GOOD, paths={"/data": MISSING})
 EMPTY_MOUNT = replace(GOOD, paths={"/data": EMPTY}, mounts={"/data": ("/", "ext4", "/dev/sda1")})
-ALONE = replace(GOOD, shared=Shared(write_s=0.01, seen=("node3",), seen_s=6.0))
-NO_RUN_DIR = replace(GOOD, shared=Shared(error="No such file or directory"))
+ALONE = replace(GOOD, shared=SharedDir(write_s=0.01, seen=("node3",), seen_s=6.0))
+NO_RUN_DIR = replace(GOOD, shared=SharedDir(error="No such file or directory"))
 LATE = replace(GOOD, paths={}, late=("path /data",))
 CUT = replace(GOOD, networks={"InfiniBand": 0, "Ethernet": 1})
 UNPLUGGED = replace(GOOD, networks={"InfiniBand": 1})
@@ -196,7 +198,7 @@ def test_the_node_that_differs_is_named(facts: NodeFacts, check: str, level: str
     ],
 )
 def test_why_a_node_cannot_write_tells_whose_fault_it_is(number: int, named: tuple[str, ...], to_do: str) -> None:
-    (found,) = bad(answers({"node3": replace(GOOD, shared=Shared(error=os.strerror(number)))}))
+    (found,) = bad(answers({"node3": replace(GOOD, shared=SharedDir(error=os.strerror(number)))}))
 
     assert (found.check, found.level, found.nodes) == ("run directory", "fail", named)
     assert f"node3 cannot write into the run directory: {os.strerror(number)}" in found.found
@@ -204,7 +206,7 @@ def test_why_a_node_cannot_write_tells_whose_fault_it_is(number: int, named: tup
 
 
 def test_nodes_that_cannot_write_for_different_reasons_are_told_apart() -> None:
-    stale, over = (replace(GOOD, shared=Shared(error=os.strerror(one))) for one in (errno.ESTALE, errno.EDQUOT))
+    stale, over = (replace(GOOD, shared=SharedDir(error=os.strerror(one))) for one in (errno.ESTALE, errno.EDQUOT))
 
     found = bad(answers({"node2": stale, "node3": over}))
 
@@ -212,7 +214,7 @@ def test_nodes_that_cannot_write_for_different_reasons_are_told_apart() -> None:
 
 
 def test_a_node_with_another_file_system_in_the_place_of_the_run_directory_is_named() -> None:
-    others = replace(GOOD, shared=Shared(write_s=0.01, seen=("node1", "node2", "node4"), seen_s=6.0))
+    others = replace(GOOD, shared=SharedDir(write_s=0.01, seen=("node1", "node2", "node4"), seen_s=6.0))
 
     (found,) = bad(answers({**dict.fromkeys(("node1", "node2", "node4"), others), "node3": ALONE}))
 
@@ -220,7 +222,7 @@ def test_a_node_with_another_file_system_in_the_place_of_the_run_directory_is_na
 
 
 def test_a_node_that_starts_after_the_others_have_looked_is_on_the_same_file_system() -> None:
-    others = replace(GOOD, shared=Shared(write_s=0.01, seen=("node1", "node2", "node4"), seen_s=6.0))
+    others = replace(GOOD, shared=SharedDir(write_s=0.01, seen=("node1", "node2", "node4"), seen_s=6.0))
 
     assert bad(answers(dict.fromkeys(("node1", "node2", "node4"), others))) == []
 
@@ -237,10 +239,12 @@ def test_of_many_nodes_the_one_on_another_file_system_is_named() -> None:
     nodes = tuple(f"n{number}" for number in range(64))
     names = {node: (f"10.0.1.{number}",) for number, node in enumerate(nodes)}
     facts = {
-        node: replace(GOOD, names=names, shared=Shared(seen=(node, *(n for n in neighbours(at, nodes) if n != "n7"))))
+        node: replace(
+            GOOD, names=names, shared=SharedDir(seen=(node, *(n for n in neighbours(at, nodes) if n != "n7")))
+        )
         for at, node in enumerate(nodes)
     }
-    facts["n7"] = replace(facts["n7"], shared=Shared(seen=("n7",)))
+    facts["n7"] = replace(facts["n7"], shared=SharedDir(seen=("n7",)))
 
     (found,) = bad(NodeAnswers(nodes=nodes, facts=facts, network=network(nodes)))
 
@@ -248,7 +252,7 @@ def test_of_many_nodes_the_one_on_another_file_system_is_named() -> None:
 
 
 def test_where_each_node_has_a_run_directory_of_its_own_none_is_the_odd_one() -> None:
-    alone = {node: replace(GOOD, shared=Shared(write_s=0.01, seen=(node,), seen_s=6.0)) for node in NODES}
+    alone = {node: replace(GOOD, shared=SharedDir(write_s=0.01, seen=(node,), seen_s=6.0)) for node in NODES}
 
     (found,) = bad(answers(alone))
 
@@ -257,7 +261,7 @@ def test_where_each_node_has_a_run_directory_of_its_own_none_is_the_odd_one() ->
 
 def test_of_two_nodes_that_differ_neither_is_named() -> None:
     nodes = NODES[:2]
-    shared = Shared(write_s=0.01, seen=nodes, seen_s=0.1)
+    shared = SharedDir(write_s=0.01, seen=nodes, seen_s=0.1)
     facts = {"node1": replace(GOOD, shared=shared), "node2": replace(OTHER_TORCH, shared=shared)}
 
     (found,) = bad(NodeAnswers(nodes=nodes, facts=facts, network=network(nodes)))
@@ -278,7 +282,7 @@ def test_data_that_no_node_may_read_is_a_failure_of_no_single_node() -> None:
 
 def test_a_node_that_does_not_answer_is_named_and_what_it_has_is_not_compared() -> None:
     whole = answers()
-    facts = {node: replace(GOOD, shared=Shared(write_s=0.01, seen=NODES[:3])) for node in NODES[:3]}
+    facts = {node: replace(GOOD, shared=SharedDir(write_s=0.01, seen=NODES[:3])) for node in NODES[:3]}
 
     (found,) = bad(replace(whole, facts=facts))
 
@@ -288,7 +292,7 @@ def test_a_node_that_does_not_answer_is_named_and_what_it_has_is_not_compared() 
 @pytest.mark.parametrize(("num_silent", "named"), [(1, NODES[3:]), (2, NODES[2:]), (3, ())])
 def test_where_most_nodes_do_not_answer_none_is_the_odd_one(num_silent: int, named: tuple[str, ...]) -> None:
     answered = NODES[: len(NODES) - num_silent]
-    facts = {node: replace(GOOD, shared=Shared(write_s=0.01, seen=answered)) for node in answered}
+    facts = {node: replace(GOOD, shared=SharedDir(write_s=0.01, seen=answered)) for node in answered}
 
     (found,) = bad(replace(answers(), facts=facts))
 
@@ -300,7 +304,7 @@ def test_where_most_nodes_do_not_answer_none_is_the_odd_one(num_silent: int, nam
 def test_where_slurm_cannot_start_the_check_on_a_node_the_others_that_it_then_ends_are_not_to_blame(
     answered: tuple[str, ...],
 ) -> None:
-    facts = {node: replace(GOOD, shared=Shared(write_s=0.01, seen=answered)) for node in answered}
+    facts = {node: replace(GOOD, shared=SharedDir(write_s=0.01, seen=answered)) for node in answered}
 
     found = bad(replace(answers(), facts=facts, unstarted=["node3"]))
 
@@ -462,16 +466,16 @@ def test_few_cpus_on_all_nodes_are_a_warning_about_none() -> None:
     ],
 )
 def test_the_odd_one_needs_a_majority_against_it(values: dict[str, int], common: int | None, odd: list[str]) -> None:
-    assert odd_ones(values) == (common, odd)
+    assert odd_nodes(values) == (common, odd)
 
 
 def test_an_answer_survives_the_way_through_json() -> None:
-    assert facts_of(json.loads(json.dumps(asdict(GOOD)))) == GOOD
+    assert parse_facts(json.loads(json.dumps(asdict(GOOD)))) == GOOD
 
 
 @pytest.mark.parametrize("plain", [None, [], "text", {"names": 3}, {"disks": {"tmp": {"colour": "red"}}}])
 def test_what_is_no_answer_is_not_taken_for_one(plain: Any) -> None:
-    assert facts_of(plain) is None
+    assert parse_facts(plain) is None
 
 
 @pytest.mark.parametrize(
@@ -491,10 +495,10 @@ def test_the_checks_of_thousands_of_nodes_are_judged_in_a_moment() -> None:
     """Each clock was once looked for in all links: a minute for 1,000 nodes that had all measured each other."""
     nodes = tuple(f"n{number}" for number in range(3000))
     links = [(one, nodes[(at + step) % 3000]) for at, one in enumerate(nodes) for step in (1, 2, 4, 8)]
-    paces = [Pace(sender=one, receiver=to, mb_per_s=1e3, ahead_s=0.0, trip_s=0.0001) for one, to in links]
+    paces = [LinkMetrics(sender=one, receiver=to, mb_per_s=1e3, ahead_s=0.0, trip_s=0.0001) for one, to in links]
     near = {node: neighbours(at, nodes) for at, node in enumerate(nodes)}
     facts = {
-        node: replace(GOOD, names=dict.fromkeys(near[node], ("10.0.0.1",)), shared=Shared(seen=(node, *near[node])))
+        node: replace(GOOD, names=dict.fromkeys(near[node], ("10.0.0.1",)), shared=SharedDir(seen=(node, *near[node])))
         for node in nodes
     }
     asked = NodeAnswers(nodes=nodes, facts=facts, network=network(NODES, num_nodes=3000, paces=tuple(paces)))
@@ -509,12 +513,12 @@ def test_the_checks_of_thousands_of_nodes_are_judged_in_a_moment() -> None:
 def test_a_clock_is_known_along_a_chain_of_links_in_whatever_order_they_were_measured() -> None:
     nodes = [f"n{number}" for number in range(64)]
     links = [
-        Pace(sender=one, receiver=to, mb_per_s=1e3, ahead_s=2.0, trip_s=0.0001) if at % 2
-        else Pace(sender=to, receiver=one, mb_per_s=1e3, ahead_s=-2.0, trip_s=0.0001)
+        LinkMetrics(sender=one, receiver=to, mb_per_s=1e3, ahead_s=2.0, trip_s=0.0001) if at % 2
+        else LinkMetrics(sender=to, receiver=one, mb_per_s=1e3, ahead_s=-2.0, trip_s=0.0001)
         for at, (one, to) in enumerate(itertools.pairwise(nodes))
     ]  # fmt: skip
     random.Random(7).shuffle(links)
 
-    ahead = clocks_of(network(paces=tuple(links)))
+    ahead = ahead_s_by_node(network(paces=tuple(links)))
 
     assert ahead == {node: 2.0 * (at - 31) for at, node in enumerate(nodes)}

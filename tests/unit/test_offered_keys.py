@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hpc.job.launcher import STEP_COMMANDS, agents_step_argv
+from ddp_hpc.job.launcher import STEP_ARGV_BY_LAUNCHER, agents_step_argv
 from ddp_hpc.job.wire.endpoint import Endpoint
 from ddp_hpc.launch.render import render
 from ddp_hpc.run.config.resolve import resolve
@@ -45,13 +45,13 @@ def test_a_template_of_ones_own_is_the_script(tmp_path: Path) -> None:
     assert script(made_of(tmp_path, f"slurm.template={tmp_path}/mine.j2")) == ["#!/bin/sh", "# run, mine"]
 
 
-@pytest.mark.parametrize("launcher", ["agent", *STEP_COMMANDS])
+@pytest.mark.parametrize("launcher", ["agent", *STEP_ARGV_BY_LAUNCHER])
 def test_arguments_of_srun_reach_the_step_of_every_launcher(launcher: str, tmp_path: Path) -> None:
     spec = made_of(tmp_path, "slurm.srun_args=[--cpu-bind=none, --mpi=none]", f"launcher={launcher}")
     launch = launch_of(spec)
 
     endpoint = Endpoint("10.0.0.1", 29500)
-    argv = agents_step_argv(launch) if launcher == "agent" else STEP_COMMANDS[launcher](launch, 0, endpoint)
+    argv = agents_step_argv(launch) if launcher == "agent" else STEP_ARGV_BY_LAUNCHER[launcher](launch, 0, endpoint)
 
     assert argv[argv.index("--cpu-bind=none") + 1] == "--mpi=none"
 
@@ -60,4 +60,6 @@ def test_arguments_of_srun_reach_the_step_of_every_launcher(launcher: str, tmp_p
 def test_restarts_of_torchrun_are_what_the_key_says(count: int, tmp_path: Path) -> None:
     spec = made_of(tmp_path, f"torchrun.max_restarts={count}", "launcher=torchrun")
 
-    assert f"--max-restarts={count}" in STEP_COMMANDS["torchrun"](launch_of(spec), 0, Endpoint("10.0.0.1", 29500))
+    assert f"--max-restarts={count}" in STEP_ARGV_BY_LAUNCHER["torchrun"](
+        launch_of(spec), 0, Endpoint("10.0.0.1", 29500)
+    )

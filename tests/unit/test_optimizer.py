@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp_hpc.run.spec import OptimizerSpec
-from ddp_hpc.train.engine.optimizer import begin_momentum, build_optimizer, decay_groups, why_not_fused
+from ddp_hpc.train.engine.optimizer import add_momentum_hook, build_optimizer, decay_groups, why_not_fused
 
 
 class Net(nn.Module):
@@ -114,7 +114,7 @@ def stepped(
     scaler = torch.amp.GradScaler("cpu", growth_interval=1000)
     torch.manual_seed(1)
     if prepared:
-        begin_momentum(optimizer, may_skip=True)
+        add_momentum_hook(optimizer, may_skip=True)
     scaler.scale(torch.zeros(()))
     for step in range(6):
         for one in parameters:
@@ -167,7 +167,7 @@ def test_fused_kernels_that_cannot_skip_a_first_step_are_left_out_in_one_line(ca
     caplog.set_level(logging.INFO)
     optimizer = torch.optim.SGD(two_parameters(), lr=0.1, momentum=0.9, dampening=0.5, fused=True)
 
-    begin_momentum(optimizer, may_skip=True)
+    add_momentum_hook(optimizer, may_skip=True)
 
     assert not optimizer.param_groups[0]["fused"]
     (line,) = caplog.messages
@@ -179,7 +179,7 @@ def test_fused_kernels_that_cannot_skip_a_first_step_are_left_out_in_one_line(ca
 def test_other_fused_optimizers_stay_as_they_are(kind: Any) -> None:
     optimizer = kind(two_parameters(), lr=0.1, fused=True)
 
-    begin_momentum(optimizer, may_skip=True)
+    add_momentum_hook(optimizer, may_skip=True)
 
     assert optimizer.param_groups[0]["fused"]
     assert not optimizer._optimizer_step_pre_hooks

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hpc.cluster.slurm.own_job import TO_DO, without_ended_job
+from ddp_hpc.cluster.slurm.own_job import SHELL_ADVICE, without_ended_job
 from tests.unit.made_network import task
 
 JOB = "echo JobId=7 JobName=x UserId=ada\\(1\\) JobState={state} Reason=None Restarts=0 NodeList={nodes} Command=x"
@@ -59,7 +59,7 @@ def test_variables_are_dropped_only_where_slurm_says_that_their_job_does_not_run
     kept = {name for name in left if name.startswith("SLURM_")}
     assert kept == ({"SLURM_CONF"} if said else {*SHELL})
     assert said in note
-    assert (TO_DO in note) == bool(said)
+    assert (SHELL_ADVICE in note) == bool(said)
 
 
 def test_each_of_many_tasks_does_not_ask_the_controller(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_each_command_says_that_it_ignores_the_variables(tmp_path: Path, words: 
     )
 
     assert done.returncode == code, done.stderr
-    said = f"note: the Slurm variables of this shell name job 7, but Slurm knows no such job; {TO_DO}"
+    said = f"note: the Slurm variables of this shell name job 7, but Slurm knows no such job; {SHELL_ADVICE}"
     assert said in done.stderr + done.stdout
     if words[0] == "env":
         assert json.loads(done.stdout)["process"] == "no Slurm job: a single process"

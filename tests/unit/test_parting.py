@@ -31,6 +31,6 @@ def test_rank_zero_leaves_when_the_last_of_the_others_has_read() -> None:
 
 
 def test_rank_zero_does_not_stay_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_group, "PARTING_S", 0.1)
+    monkeypatch.setattr(process_group, "PARTING_WAIT_S", 0.1)
 
     let_all_read(0, HashStore())  # returns

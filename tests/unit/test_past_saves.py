@@ -9,10 +9,10 @@ import pytest
 
 from ddp_hpc.run.checkpoints.past_saves import (
     NUM_NEWEST_FAILURES,
-    Past,
     PastAttempt,
-    make_past,
-    read_past,
+    PastSaves,
+    make_past_saves,
+    read_past_saves,
     summarize_attempts,
 )
 from ddp_hpc.run.run_dir.ledger import Attempt, Cause
@@ -38,7 +38,7 @@ def marks(number: int = 0, *, first: int = 0, saved: int | None = 60, reached: i
     ]
 
 
-def past(*attempts: PastAttempt) -> Past:
+def past(*attempts: PastAttempt) -> PastSaves:
     return summarize_attempts(attempts, stalls_s=[], writes_s=[])
 
 
@@ -55,26 +55,26 @@ def test_only_what_comes_without_warning_counts_as_a_failure(cause: Cause) -> No
         "fenced",
     }
 
-    found = make_past([attempt(cause=cause)], marks(saved=100))
+    found = make_past_saves([attempt(cause=cause)], marks(saved=100))
 
     assert found.num_failures == (cause in unasked)
 
 
 @pytest.mark.parametrize("cause", [Cause.PREEMPTED, Cause.TIME_LIMIT])
 def test_a_preemption_that_left_no_time_to_save_counts(cause: Cause) -> None:
-    assert make_past([attempt(cause=cause)], marks(saved=60, reached=100)).num_failures == 1
+    assert make_past_saves([attempt(cause=cause)], marks(saved=60, reached=100)).num_failures == 1
 
 
 def test_an_attempt_that_died_with_its_supervisor_counts_and_one_that_never_trained_does_not() -> None:
     attempts = [attempt(0, None), attempt(1), attempt(2, Cause.NODE_FAILED)]
 
-    assert make_past(attempts, [*marks(0), *marks(2)]).num_failures == 2
+    assert make_past_saves(attempts, [*marks(0), *marks(2)]).num_failures == 2
 
 
 def test_training_is_timed_by_a_clock_that_does_not_jump() -> None:
     jumped = [replace(mark, at=mark.at + 1e8 * (mark.kind == "phases")) for mark in marks()]
 
-    found = make_past([attempt()], jumped)
+    found = make_past_saves([attempt()], jumped)
 
     assert found.trained_s == 43.0
 
@@ -89,12 +89,12 @@ def test_stalls_that_were_only_assumed_are_not_taken_for_measured() -> None:
             interval={"stall_s": 1.0 + is_measured, "is_measured": is_measured},
         )
 
-    assert make_past([attempt()], [*marks(), chosen(0.0)]).stalls_s == ()
-    assert make_past([attempt()], [*marks(), chosen(1.0), chosen(0.0)]).stalls_s == (2.0,)
+    assert make_past_saves([attempt()], [*marks(), chosen(0.0)]).stalls_s == ()
+    assert make_past_saves([attempt()], [*marks(), chosen(1.0), chosen(0.0)]).stalls_s == (2.0,)
 
 
 def test_a_run_of_an_older_version_has_no_past() -> None:
-    assert make_past([attempt(), attempt(1)], []) == Past()
+    assert make_past_saves([attempt(), attempt(1)], []) == PastSaves()
 
 
 def test_what_happened_before_the_newest_failures_is_forgotten() -> None:
@@ -113,7 +113,7 @@ def test_it_is_read_from_a_run_directory_without_the_attempt_that_reads(tmp_path
         [Plan(first=0, reached=340), Plan(first=300, reached=500, ending="finished", cause="finished")],
     )
 
-    before, whole = (read_past(run, before=number, now=0.0) for number in (1, 2))
+    before, whole = (read_past_saves(run, before=number, now=0.0) for number in (1, 2))
 
     assert (before.num_failures, whole.num_failures) == (1, 1)
     assert 0 < before.trained_s < whole.trained_s

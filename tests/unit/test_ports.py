@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_hpc.cluster.rendezvous.ports import LOWEST, candidate_ports, ephemeral_low, is_free
+from ddp_hpc.cluster.rendezvous.ports import LOWEST_PORT, candidate_ports, ephemeral_low, is_free
 
 LOOPBACK = "127.0.0.1"
 
@@ -29,7 +29,7 @@ def test_the_same_job_comes_to_the_same_ports(job_id: int, attempt: int) -> None
 
     assert first == again
     assert len(set(first)) == 50
-    assert all(LOWEST <= port < 32768 for port in first)
+    assert all(LOWEST_PORT <= port < 32768 for port in first)
 
 
 @given(st.integers(1, 2**32), st.integers(0, 50), st.integers(11_000, 60_000))
@@ -55,12 +55,12 @@ def test_no_job_begins_at_the_port_that_its_script_would_compute_itself(job_id: 
 
 
 def test_all_ports_have_their_turn() -> None:
-    assert sorted(candidate_ports("7", 0, 32768)) == list(range(LOWEST, 32768))
+    assert sorted(candidate_ports("7", 0, 32768)) == list(range(LOWEST_PORT, 32768))
 
 
 @pytest.mark.parametrize("low", [1024, 10_000, 10_500])
 def test_where_ephemeral_ports_begin_too_low_the_usual_ones_are_spared(low: int) -> None:
-    assert LOWEST <= next(candidate_ports("7", 0, low)) < 32768
+    assert LOWEST_PORT <= next(candidate_ports("7", 0, low)) < 32768
 
 
 def test_a_job_may_have_a_name_for_a_number() -> None:
@@ -69,7 +69,7 @@ def test_a_job_may_have_a_name_for_a_number() -> None:
 
 def test_the_kernel_says_where_its_own_ports_begin() -> None:
     assert ephemeral_low() > 0
-    assert next(candidate_ports("7")) in range(LOWEST, 65536)
+    assert next(candidate_ports("7")) in range(LOWEST_PORT, 65536)
 
 
 def test_a_port_is_free_until_somebody_listens(taken: int) -> None:

@@ -75,7 +75,7 @@ def test_an_attempt_whose_supervisor_died_after_the_run_was_done_has_finished(su
 def test_another_job_that_works_on_the_run_is_noticed(supervised: Make, state: str, is_its: bool) -> None:
     one = supervised()
     one.begin()
-    one.slurm.knows_job(state=state)
+    one.slurm.knows(state=state)
     other = replace(one.job, allocation=replace(one.job.allocation, job_id="8"))
 
     assert stale_attempts.is_used_by_other_job(one.last, other) is is_its

@@ -13,10 +13,10 @@ from ddp_hpc.cluster.node_checks.facts import NodeFacts
 from ddp_hpc.cluster.slurm.allocation import Allocation
 from ddp_hpc.job import preflight
 from ddp_hpc.job.ending import network_probe
-from ddp_hpc.job.preflight import NodesQuestion, examine_nodes, outcome_of_findings
+from ddp_hpc.job.preflight import NodesCheckRequest, examine_nodes, outcome_of_findings
 from ddp_hpc.job.wire.subprocesses import NodesAnswers, ask_nodes
 from ddp_hpc.run.run_dir.network import NetworkFindings
-from ddp_hpc.run.run_dir.preflight import Preflight
+from ddp_hpc.run.run_dir.preflight import PreflightReport
 from tests.unit.test_node_verdict import network
 
 NODES = ("n1", "n2", "n3", "n4")
@@ -35,13 +35,13 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
     return probed
 
 
-def checked(folder: Path, monkeypatch: pytest.MonkeyPatch, answers: Mapping[str, Any]) -> Preflight:
+def checked(folder: Path, monkeypatch: pytest.MonkeyPatch, answers: Mapping[str, Any]) -> PreflightReport:
     """Check four nodes, of which some give an answer; a second question would fail."""
     questions = iter([NodesAnswers(by_node=answers, silent=[], last_error="srun: error: n3: step killed")])
     monkeypatch.setattr(preflight, "ask_nodes", lambda *_, **__: next(questions))
     allocation = Allocation(job_id="7", node_names=NODES, tasks_per_node=(1,) * 4)
     environ = {"MASTER_ADDR": "10.0.0.1"}
-    return examine_nodes(NodesQuestion(allocation=allocation, folder=folder / "asked", environ=environ))
+    return examine_nodes(NodesCheckRequest(allocation=allocation, folder=folder / "asked", environ=environ))
 
 
 FACTS = asdict(NodeFacts(num_cpus=4))
@@ -74,7 +74,7 @@ def test_nodes_that_may_have_to_unpack_an_image_have_longer_to_answer(
     monkeypatch.setattr(preflight, "ask_nodes", ask)
     allocation = Allocation(job_id="7", node_names=NODES, tasks_per_node=(1,) * 4)
 
-    examine_nodes(NodesQuestion(allocation=allocation, folder=tmp_path / "asked", environ={}, has_image=has_image))
+    examine_nodes(NodesCheckRequest(allocation=allocation, folder=tmp_path / "asked", environ={}, has_image=has_image))
 
     assert given == [timeout_s]
 

@@ -10,25 +10,25 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hpc.base.private_cache import private_cache
-from ddp_hpc.cluster.rendezvous.worker_env import Fact, keep_users_values, library_variables
+from ddp_hpc.base.private_cache import private_cache_dir
+from ddp_hpc.cluster.rendezvous.worker_env import Sourced, keep_users_values, library_variables
 
-CPUS = Fact(value="1", rule="")
+CPUS = Sourced(value="1", rule="")
 
 
 @pytest.fixture(autouse=True)
 def _disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    private_cache.cache_clear()
+    private_cache_dir.cache_clear()
     yield
-    private_cache.cache_clear()
+    private_cache_dir.cache_clear()
 
 
 def test_it_is_made_for_this_user_alone_and_found_again(tmp_path: Path) -> None:
-    made = private_cache()
-    private_cache.cache_clear()
+    made = private_cache_dir()
+    private_cache_dir.cache_clear()
 
-    assert made == private_cache() == tmp_path / f"ddp_hpc-cache-{os.getuid()}"
+    assert made == private_cache_dir() == tmp_path / f"ddp_hpc-cache-{os.getuid()}"
     assert stat.S_IMODE(made.stat().st_mode) == 0o700
 
 
@@ -55,7 +55,7 @@ def test_what_a_stranger_has_planted_is_left_alone(plant: Callable[[Path], None]
     planted = tmp_path / f"ddp_hpc-cache-{os.getuid()}"
     plant(planted)
 
-    found = private_cache()
+    found = private_cache_dir()
 
     assert found is not None
     assert found.resolve().parent == tmp_path
@@ -67,12 +67,12 @@ def test_workers_compile_there_unless_the_user_names_a_place(tmp_path: Path) -> 
     ours = keep_users_values(library_variables(CPUS), {})
     users = keep_users_values(library_variables(CPUS), {"TORCHINDUCTOR_CACHE_DIR": "/fast/cache"})
 
-    assert ours["TORCHINDUCTOR_CACHE_DIR"].value == f"{private_cache()}/inductor"
+    assert ours["TORCHINDUCTOR_CACHE_DIR"].value == f"{private_cache_dir()}/inductor"
     assert users["TORCHINDUCTOR_CACHE_DIR"].value == "/fast/cache"
 
 
 def test_a_node_without_a_disk_goes_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "not there"))
 
-    assert private_cache() is None
+    assert private_cache_dir() is None
     assert library_variables(CPUS)["TORCHINDUCTOR_CACHE_DIR"].value is None

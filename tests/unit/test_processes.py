@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from ddp_hpc.base import processes
-from ddp_hpc.base.processes import is_listening, is_locked, kill, send, start_ticks, take_lock
+from ddp_hpc.base.processes import handles_stop_signal, is_locked, kill, send_signal, start_ticks, take_lock
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
@@ -171,7 +171,7 @@ def test_signals_come_to_who_lives_and_the_dead_are_no_error() -> None:
     dead.wait()
 
     kill([dead.pid, living.pid])
-    send([dead.pid], signal.SIGTERM)
+    send_signal([dead.pid], signal.SIGTERM)
 
     assert living.wait() == -signal.SIGKILL
 
@@ -191,11 +191,11 @@ def test_who_catches_or_blocks_the_word_to_stop_is_listening(does: str, listens:
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
 
-    found = is_listening(process.pid)
+    found = handles_stop_signal(process.pid)
 
     assert found is listens
     _end(process)
-    assert not is_listening(process.pid)
+    assert not handles_stop_signal(process.pid)
 
 
 def test_a_process_dies_with_its_parent_however_that_dies() -> None:
@@ -282,19 +282,19 @@ print("alive")
 def test_threads_that_a_forked_process_would_not_have_are_named() -> None:
     script = """
 import os, threading
-from ddp_hpc.base.processes import lasting_threads
+from ddp_hpc.base.processes import threads_lost_by_fork
 
-before, end = lasting_threads(), threading.Event()
+before, end = threads_lost_by_fork(), threading.Event()
 class Uploader(threading.Thread):
     pass
 thread = Uploader(name="upload", target=end.wait)
 thread.start()
-while_it_runs = lasting_threads()
+while_it_runs = threads_lost_by_fork()
 end.set()
 thread.join()
 while len(os.listdir("/proc/self/task")) > 1:  # Python's join may return before the kernel's thread has ended
     pass
-print(before, while_it_runs, lasting_threads())
+print(before, while_it_runs, threads_lost_by_fork())
 """
 
     assert _output(script) == "[] ['upload (__main__.Uploader)'] []\n"
@@ -306,9 +306,9 @@ def test_threads_that_their_library_ends_before_a_fork_do_not_count() -> None:
 import os
 os.environ["OPENBLAS_NUM_THREADS"] = "4"
 import numpy
-from ddp_hpc.base.processes import lasting_threads
+from ddp_hpc.base.processes import threads_lost_by_fork
 numpy.ones((500, 500)) @ numpy.ones((500, 500))
-print(len(os.listdir("/proc/self/task")) > 1, lasting_threads())
+print(len(os.listdir("/proc/self/task")) > 1, threads_lost_by_fork())
 """
 
     assert _output(script) in {"True []\n", "False []\n"}  # built without OpenBLAS, it has no threads
@@ -357,7 +357,7 @@ def test_a_signal_that_is_held_back_takes_effect_at_the_end_of_the_block() -> No
     """Else it may come between a process's start and the assignment by which its caller knows it."""
     was_done = False
 
-    with pytest.raises(KeyboardInterrupt), processes.ended_by_signals(), processes.signals_held_back():  # noqa: PT012
+    with pytest.raises(KeyboardInterrupt), processes.signals_as_ctrl_c(), processes.signals_held_back():  # noqa: PT012
         signal.raise_signal(signal.SIGTERM)
         was_done = True
 
@@ -367,8 +367,8 @@ def test_a_signal_that_is_held_back_takes_effect_at_the_end_of_the_block() -> No
 SHOWN = """
 import subprocess, sys
 import psutil
-from ddp_hpc.base.processes import show_command
-show_command(["python", "train.py", "--name", "x" * int(sys.argv[1])])
+from ddp_hpc.base.processes import set_process_title
+set_process_title(["python", "train.py", "--name", "x" * int(sys.argv[1])])
 print(psutil.Process().cmdline())
 print(subprocess.run(["ps", "-o", "args=", "-p", str(psutil.Process().pid)], capture_output=True, text=True).stdout.strip())
 """

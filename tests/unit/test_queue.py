@@ -12,7 +12,7 @@ import pytest
 from ddp_hpc.base.processes import host_name
 from ddp_hpc.base.slurm_times import parse_time
 from ddp_hpc.cluster.slurm import queries
-from ddp_hpc.watch.queue import FIRST_PAUSE_S, FRESH_S, Ask, QueueStatus, asker
+from ddp_hpc.watch.queue import FIRST_PAUSE_S, FRESH_S, AskSlurm, QueueStatus, asker
 
 DOWN = "echo 'slurm_load_jobs error: Unable to contact slurm controller (connect failure)' >&2; exit 1"
 FORGOTTEN = "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
@@ -55,7 +55,7 @@ class Fake:
         return path.read_text().count("\n") if path.exists() else 0
 
     @property
-    def ask(self) -> Ask:
+    def ask(self) -> AskSlurm:
         return asker(self.environ, clock=lambda: self.now)
 
 

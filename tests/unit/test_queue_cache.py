@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hpc.watch.queue import FIRST_PAUSE_S, FRESH_S, LONGEST_PAUSE_S, UNKNOWN_S, Ask, asker
+from ddp_hpc.watch.queue import FIRST_PAUSE_S, FRESH_S, LONGEST_PAUSE_S, UNKNOWN_S, AskSlurm, asker
 
 COMPLETED = "echo 'JobId=12 JobName=x UserId=ada(1) JobState=COMPLETED Reason=None Command=x'"
 FORGOTTEN = "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
@@ -39,7 +39,7 @@ class Fake:
         return {"PATH": f"{self.folder}/bin:/usr/bin:/bin", "HOME": f"{self.folder}/home"}
 
     @property
-    def ask(self) -> Ask:
+    def ask(self) -> AskSlurm:
         return asker(self.environ, clock=lambda: self.now)
 
 

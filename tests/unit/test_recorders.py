@@ -21,7 +21,7 @@ import pytest
 
 from ddp_hpc.base import processes
 from ddp_hpc.base.discretion import secret_values
-from ddp_hpc.base.durable import json_line
+from ddp_hpc.base.durable import read_line
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.base.exit_codes import STOPPED
 from ddp_hpc.launch.submission.run_dir_setup import check_settings
@@ -36,9 +36,9 @@ from ddp_hpc.train.recording.recorders import (
     BACK_ENDS,
     Ending,
     MetricsRow,
+    RecordedRun,
     Recorder,
-    SentSteps,
-    Subject,
+    SentNumbers,
     identity_of,
     row_of,
 )
@@ -202,17 +202,17 @@ def test_a_recorder_gets_the_configuration_without_secrets_also_those_in_address
 
 
 def test_a_number_is_taken_once_also_nan_and_steps_that_change_are_named(caplog: pytest.LogCaptureFixture) -> None:
-    sent = SentSteps()
+    sent = SentNumbers()
 
     taken = [
-        sent.takes(step, "train/loss", value) for step, value in ((1, math.nan), (1, math.nan), (2, 0.5), (2, 0.5))
+        sent.add_if_new(step, "train/loss", value) for step, value in ((1, math.nan), (1, math.nan), (2, 0.5), (2, 0.5))
     ]
     sent.warn_of_changes()
 
     assert taken == [True, False, True, False]
     assert caplog.records == []
 
-    assert not sent.takes(1, "train/loss", 0.25)
+    assert not sent.add_if_new(1, "train/loss", 0.25)
     sent.warn_of_changes()
     sent.warn_of_changes()
 
@@ -249,7 +249,7 @@ def test_it_is_refused_at_submission_unless_workers_may_have_other_packages(noth
 
 
 def recorded(run: RunDir, ending: Ending = "finished") -> None:
-    assert follow(run, lambda: to_tensorboard.open_recorder(Subject(run=run, id="x")), lambda _: ending)
+    assert follow(run, lambda: to_tensorboard.open_recorder(RecordedRun(run=run, id="x")), lambda _: ending)
 
 
 def test_what_is_left_is_not_sent_while_the_run_sends_it_itself(tmp_path: Path) -> None:
@@ -300,7 +300,7 @@ def test_a_record_that_is_never_closed_after_the_training_does_not_keep_the_work
     records[hangs].close = lambda *_: left.wait(60.0)
     monkeypatch.setattr(worker, "train", lambda _: False)
     monkeypatch.setattr(worker, "TEARDOWN_S", 0.1)
-    monkeypatch.setattr(worker, "PATIENCE_S", {"stopped": 0.1})
+    monkeypatch.setattr(worker, "WAIT_S_BY_ENDING", {"stopped": 0.1})
     monkeypatch.setattr(os, "_exit", leave)
 
     training = SimpleNamespace(**records, observers=[records["samples"]])
@@ -340,7 +340,7 @@ def test_tensorboards_own_reader_finds_each_step_once_after_attempts_that_repeat
     run = make_run(tmp_path)
     for resumed_at, steps in ((0, range(1, 8)), (4, range(5, 10)), (4, range(5, 7)), (6, range(7, 13))):
         written(run, resumed_at, steps)
-        recorder = to_tensorboard.open_recorder(Subject(run=run, id="x"))
+        recorder = to_tensorboard.open_recorder(RecordedRun(run=run, id="x"))
         for raw in run.metrics.read_text().splitlines():
             row = row_of(json.loads(raw))
             assert row is not None
@@ -409,9 +409,9 @@ def test_a_resume_reads_few_of_many_lines(cut: bool, tmp_path: Path, monkeypatch
 
     def counted(raw: bytes) -> dict[str, Any] | None:
         read.append(raw)
-        return json_line(raw)
+        return read_line(raw)
 
-    monkeypatch.setattr(metrics_file, "json_line", counted)
+    monkeypatch.setattr(metrics_file, "read_line", counted)
     tracemalloc.start()
     try:
         file = MetricsFile(run, 0)

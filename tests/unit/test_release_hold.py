@@ -108,7 +108,7 @@ def test_a_job_that_waits_for_its_turn_cannot_be_hastened_and_that_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     slurm = FakeSlurm(tmp_path)
-    slurm.knows_job(state="PENDING", reason="Priority")
+    slurm.knows(state="PENDING", reason="Priority")
     run = make_run(tmp_path)
     write_queued_job(run, QueuedJob(job_id="7", attempt=0, at=0.0, since=0))
     monkeypatch.setattr(requeue, "CLEANUP_PATIENCE_S", 0.1)
@@ -129,7 +129,7 @@ def test_a_job_that_waits_only_since_the_queue_was_listed_is_started_all_the_sam
     record_start(run, attempt=0, job_id="7")
     record_end(run, 0, End(ending=Ending.STOPPED, exit_code=99, next=Next.REQUEUE))
     write_queued_job(run, QueuedJob(job_id="7", attempt=1, at=0.0, since=0))
-    slurm.knows_job(state="PENDING", reason="BeginTime")
+    slurm.knows(state="PENDING", reason="BeginTime")
     row = "".join(f"{one}\\037" for one in ["7", "7", "N/A", "COMPLETING", "", ""]).removesuffix("\\037")
     slurm.has("squeue", f"printf '{row}\\036'")
     monkeypatch.setattr(requeue, "BEGIN_PATIENCE_S", 0.1)
@@ -147,7 +147,7 @@ def test_nobody_is_told_to_start_a_job_that_another_holds(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     slurm = FakeSlurm(tmp_path)
-    slurm.knows_job(state="PENDING", reason="JobHeldAdmin")
+    slurm.knows(state="PENDING", reason="JobHeldAdmin")
     run = make_run(tmp_path)
     write_queued_job(run, QueuedJob(job_id="7", attempt=0, at=0.0, since=0))
     monkeypatch.setenv("PATH", slurm.environ["PATH"])
@@ -176,7 +176,7 @@ def test_a_job_that_slurm_could_not_launch_is_released_as_often_as_its_user_asks
 ) -> None:
     slurm, run = FakeSlurm(tmp_path), make_run(tmp_path)
     write_queued_job(run, QueuedJob(job_id="7", attempt=1, at=0.0))
-    slurm.knows_job(state=state, reason=reason.replace(" ", "_"), restarts=9)
+    slurm.knows(state=state, reason=reason.replace(" ", "_"), restarts=9)
 
     assert hasten(run, slurm.environ) is is_released
     assert slurm.orders() == (["scontrol release 7"] if is_released else [])
@@ -196,7 +196,7 @@ def test_who_waits_for_a_run_changes_nothing_in_its_job(job: dict[str, str], tmp
     slurm, run = FakeSlurm(tmp_path), make_run(tmp_path)
     queued = QueuedJob(job_id="7", attempt=1, at=0.0, since=0)
     write_queued_job(run, queued)
-    slurm.knows_job(state=job["state"], reason=job["reason"])
+    slurm.knows(state=job["state"], reason=job["reason"])
 
     _require_alive(run, 0, queued, slurm.environ)
 
@@ -209,7 +209,7 @@ def test_a_user_who_asks_is_told_that_an_administrator_holds_the_job(tmp_path: P
     slurm, run = FakeSlurm(tmp_path), make_run(tmp_path)
     write_queued_job(run, QueuedJob(job_id="7", attempt=1, at=0.0))
     orders = "echo Access/permission denied for job 7 >&2; exit 1"
-    slurm.knows_job(state="PENDING", reason="launch_failed_requeued_held", restarts=1, orders=orders)
+    slurm.knows(state="PENDING", reason="launch_failed_requeued_held", restarts=1, orders=orders)
 
     with pytest.raises(
         ConfigError,
@@ -222,7 +222,7 @@ def test_an_administrator_is_blamed_by_slurms_code_and_not_by_a_word_of_its_mess
     slurm, run = FakeSlurm(tmp_path), make_run(tmp_path)
     write_queued_job(run, QueuedJob(job_id="7", attempt=1, at=0.0))
     orders = "echo 'Requested operation denied: node denied-3 is reserved' >&2; exit 1"
-    slurm.knows_job(state="PENDING", reason="launch_failed_requeued_held", restarts=1, orders=orders)
+    slurm.knows(state="PENDING", reason="launch_failed_requeued_held", restarts=1, orders=orders)
 
     with pytest.raises(SlurmRefusalError) as refused:
         hasten(run, slurm.environ)
@@ -237,7 +237,7 @@ def test_a_wait_ends_where_the_shell_of_the_job_was_killed_and_says_how_to_go_on
     record_start(run, attempt=0, job_id="7", cluster="slurm", nodes=("node1",))
     queued = QueuedJob(job_id="7", attempt=0, at=0.0)
     write_queued_job(run, queued)
-    slurm.knows_job(state="FAILED")
+    slurm.knows(state="FAILED")
 
     with pytest.raises(WorkerError, match=r"how attempt 0 ended.*Submit the run again"):
         _require_alive(run, 0, queued, slurm.environ)

@@ -16,13 +16,13 @@ from typing import Any, cast
 import psutil
 import pytest
 
-from ddp_hpc.base.errors import ConfigError, CorruptCheckpointError, NotComputedError, UnreadableError
+from ddp_hpc.base.errors import ConfigError, CorruptCheckpointError, NotReplayedError, UnreadableError
 from ddp_hpc.base.processes import take_lock
 from ddp_hpc.base.record import read_record, write_record
 from ddp_hpc.cli import main
-from ddp_hpc.cli.formatting import as_json, spell_odd_floats
+from ddp_hpc.cli.formatting import as_json, spell_nonfinite_floats
 from ddp_hpc.cli.replay_text import audit_text, replay_text
-from ddp_hpc.cli.verbs.replay import raise_not_computed
+from ddp_hpc.cli.verbs.replay import raise_not_replayed
 from ddp_hpc.launch.submission import local
 from ddp_hpc.prove.replay import auditing
 from ddp_hpc.prove.replay.auditing import (
@@ -37,20 +37,15 @@ from ddp_hpc.prove.replay.auditing import (
 from ddp_hpc.prove.replay.bisecting import narrow_range
 from ddp_hpc.prove.replay.history import History, environ_of, numeric_variables, read_history
 from ddp_hpc.prove.replay.private_run import WantedSteps, _run_supervised, compute_again, num_gpus_here, replay_spec
-from ddp_hpc.prove.replay.record import Record, compare
+from ddp_hpc.prove.replay.record import StepRecords, compare
 from ddp_hpc.prove.replay.replaying import ReplayReport, check_range
 from ddp_hpc.run.run_dir.ledger import Ending, record_start
 from ddp_hpc.run.run_dir.paths import RunDir
-from ddp_hpc.run.run_dir.replays import (
-    AttemptInputs,
-    ReplayRequest,
-    read_inputs,
-    write_inputs,
-)
+from ddp_hpc.run.run_dir.replays import AttemptInputs, ReplayRequest, read_inputs, write_inputs
 from ddp_hpc.run.run_dir.software_versions import environment_here, write_environment
 from ddp_hpc.run.spec import NotifySpec, ResourcesSpec, RunSpec, TrainSpec
 from ddp_hpc.train.data.sample_order import Position
-from ddp_hpc.train.engine.replay_trace import follow_request
+from ddp_hpc.train.engine.replay_trace import set_up_replay
 from tests.made_run import add_attempt, add_checkpoint, add_metrics, make_run
 
 
@@ -65,7 +60,7 @@ def history(*begun: tuple[int, AttemptInputs], committed: tuple[int, ...] = (), 
 def test_in_json_a_number_that_is_not_finite_is_a_text_that_says_which() -> None:
     difference = {"recorded": math.nan, "computed": 1.0, "error": (math.inf, -math.inf, 0.5)}
 
-    told = json.loads(as_json(spell_odd_floats(difference)))
+    told = json.loads(as_json(spell_nonfinite_floats(difference)))
 
     assert told == {"recorded": "nan", "computed": 1.0, "error": ["inf", "-inf", 0.5]}
 
@@ -74,7 +69,7 @@ def test_in_json_a_number_that_is_not_finite_is_a_text_that_says_which() -> None
     "error", [UnreadableError("away"), CorruptCheckpointError("damaged"), OSError(5, "I/O error", "p")]
 )
 def test_what_could_not_be_compared_has_another_exit_code_than_what_differs(error: Exception) -> None:
-    with pytest.raises(NotComputedError) as raised, raise_not_computed():
+    with pytest.raises(NotReplayedError) as raised, raise_not_replayed():
         raise error
 
     assert raised.value.exit_code == 2
@@ -214,7 +209,7 @@ def test_a_checkpoint_that_goes_away_before_the_replay_begins_ends_it_instead_of
             group=SimpleNamespace(rank_info=SimpleNamespace(rank=0)),
         ),
     )
-    follow_request(from_the_beginning)
+    set_up_replay(from_the_beginning)
     from_the_beginning.state.position = Position(step=1)
     with pytest.raises(ConfigError, match=r"begins after step 20, .* that of step 0"):
         from_the_beginning.after_step()
@@ -237,8 +232,8 @@ def test_the_gpus_of_this_process_are_those_that_it_may_use(tmp_path: Path) -> N
     assert num_gpus_here({"CUDA_VISIBLE_DEVICES": "0,-1,1"}, proc=tmp_path) == 1
 
 
-def losses(**by_step: float | None) -> Record:
-    return Record(losses={int(step[1:]): {"loss": loss} for step, loss in by_step.items()})
+def losses(**by_step: float | None) -> StepRecords:
+    return StepRecords(losses={int(step[1:]): {"loss": loss} for step, loss in by_step.items()})
 
 
 def test_the_first_difference_counts_and_only_steps_that_both_know() -> None:
@@ -274,8 +269,8 @@ def test_with_a_tolerance_losses_may_differ_a_little_and_states_are_not_compared
 
 
 def test_a_checkpoint_that_differs_names_its_tensors_and_numbers() -> None:
-    one = Record(states={5: {"model/w": "a", "model/b": "a", "loss_steps": 1}})
-    other = Record(states={5: {"model/w": "b", "model/b": "a", "loss_steps": 2}})
+    one = StepRecords(states={5: {"model/w": "a", "model/b": "a", "loss_steps": 1}})
+    other = StepRecords(states={5: {"model/w": "b", "model/b": "a", "loss_steps": 2}})
 
     first = compare(one, other).first
 
@@ -352,8 +347,8 @@ def test_only_what_a_digest_or_a_checkpoint_shows_is_called_the_same_to_the_bit(
 
 
 def test_a_state_counts_as_the_same_only_before_the_first_difference() -> None:
-    one = Record(losses={15: {"loss": 1.0}}, digests={10: "a", 20: "b"})
-    other = Record(losses={15: {"loss": 2.0}}, digests={10: "a", 20: "b"})
+    one = StepRecords(losses={15: {"loss": 1.0}}, digests={10: "a", 20: "b"})
+    other = StepRecords(losses={15: {"loss": 2.0}}, digests={10: "a", 20: "b"})
 
     assert compare(one, other).same_state_at == 10
     assert compare(one, one).same_state_at == 20
@@ -406,7 +401,7 @@ def test_a_replay_whose_records_cannot_be_read_or_written_is_ended_all_the_same(
     guardian = (
         f"import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', {sleep!r}]).pid, flush=True); {sleep}"
     )
-    monkeypatch.setattr(local, "supervisor_argv", lambda _run: [sys.executable, "-c", guardian])
+    monkeypatch.setattr(local, "guardian_argv", lambda _run: [sys.executable, "-c", guardian])
     run = make_run(tmp_path)
     run.console.parent.mkdir(exist_ok=True)
     run.attempts.symlink_to(run.attempts)

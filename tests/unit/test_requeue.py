@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddp_hpc.run.requeue import (
-    TABLE,
+    RULES,
     Decision,
-    Situation,
+    DecisionInputs,
     bad_nodes,
     decide_next,
     lead_problem,
@@ -36,7 +36,7 @@ def attempt(number: int = 0, **more: Any) -> Attempt:
 
 
 def test_every_cause_has_its_row() -> None:
-    assert TABLE.keys() == set(CAUSES)
+    assert RULES.keys() == set(CAUSES)
 
 
 @pytest.mark.parametrize(
@@ -63,8 +63,8 @@ def test_every_cause_has_its_row() -> None:
 def test_each_cause_has_its_ending_and_what_follows(
     cause: Cause, ending: Ending, following: Next, without_slurm: Ending
 ) -> None:
-    on_slurm = decide_next(Situation(cause=cause, num_without_progress=1), POLICY)
-    here = decide_next(Situation(cause=cause, num_without_progress=1, is_on_slurm=False), POLICY)
+    on_slurm = decide_next(DecisionInputs(cause=cause, num_without_progress=1), POLICY)
+    here = decide_next(DecisionInputs(cause=cause, num_without_progress=1, is_on_slurm=False), POLICY)
 
     assert on_slurm == Decision(ending=ending, next=following)
     assert here == Decision(ending=without_slurm)
@@ -76,7 +76,7 @@ def test_each_cause_has_its_ending_and_what_follows(
 def test_a_script_that_asks_for_it_is_started_again_without_slurm_until_it_makes_no_progress(
     count: int, ending: Ending, following: Next
 ) -> None:
-    asked = Situation(cause=Cause.SCRIPT_ASKED, num_without_progress=count, is_on_slurm=False, is_supervised=True)
+    asked = DecisionInputs(cause=Cause.SCRIPT_ASKED, num_without_progress=count, is_on_slurm=False, is_supervised=True)
 
     decision = decide_next(asked, POLICY)
 
@@ -88,7 +88,7 @@ def test_a_script_that_asks_for_it_is_started_again_without_slurm_until_it_makes
 
 @pytest.mark.parametrize("cause", [Cause.WORKER_CRASHED, Cause.HANG])
 def test_a_script_that_advances_is_started_again_without_slurm_too(cause: Cause) -> None:
-    failed = Situation(cause=cause, is_on_slurm=False, is_supervised=True, goes_on_here=True)
+    failed = DecisionInputs(cause=cause, is_on_slurm=False, is_supervised=True, goes_on_here=True)
 
     assert decide_next(failed, POLICY) == Decision(ending=Ending.FAILED, next=Next.IN_PLACE)
     for stays in (
@@ -101,7 +101,7 @@ def test_a_script_that_advances_is_started_again_without_slurm_too(cause: Cause)
 
 
 def test_ranks_that_differ_train_on_from_the_newest_checkpoint_without_slurm_too() -> None:
-    differ = Situation(cause=Cause.RANKS_DIFFER, num_without_progress=2, is_on_slurm=False, is_supervised=True)
+    differ = DecisionInputs(cause=Cause.RANKS_DIFFER, num_without_progress=2, is_on_slurm=False, is_supervised=True)
 
     assert decide_next(differ, POLICY).next == "in place"
     assert not decide_next(replace(differ, is_supervised=False), POLICY).next
@@ -110,7 +110,7 @@ def test_ranks_that_differ_train_on_from_the_newest_checkpoint_without_slurm_too
 
 @pytest.mark.parametrize("is_on_slurm", [True, False])
 def test_ranks_that_differ_twice_in_the_same_way_end_the_run(is_on_slurm: bool) -> None:
-    again = Situation(cause=Cause.RANKS_DIFFER, differs_as=4, is_on_slurm=is_on_slurm, is_supervised=True)
+    again = DecisionInputs(cause=Cause.RANKS_DIFFER, differs_as=4, is_on_slurm=is_on_slurm, is_supervised=True)
 
     decision = decide_next(again, POLICY)
 
@@ -125,21 +125,21 @@ def test_a_node_that_computed_something_wrong_is_left_out_at_once() -> None:
     assert bad_nodes([changed(wrong, cause=Cause.HANG)], POLICY, now=NOW) == []
 
 
-AWAY = [cause for cause, row in TABLE.items() if row.next == Next.REQUEUE]
-IN_PLACE = [cause for cause, row in TABLE.items() if row.next == Next.IN_PLACE]
-OVER = [cause for cause, row in TABLE.items() if not row.next]
+AWAY = [cause for cause, row in RULES.items() if row.next == Next.REQUEUE]
+IN_PLACE = [cause for cause, row in RULES.items() if row.next == Next.IN_PLACE]
+OVER = [cause for cause, row in RULES.items() if not row.next]
 
 
 @pytest.mark.parametrize("cause", [*AWAY, *IN_PLACE])
 def test_a_job_goes_back_as_a_new_one_where_the_user_wants_that(cause: Cause) -> None:
-    decision = decide_next(Situation(cause=cause, may_requeue=False), replace(BY_SUCCESSOR, in_place=False))
+    decision = decide_next(DecisionInputs(cause=cause, may_requeue=False), replace(BY_SUCCESSOR, in_place=False))
 
     assert decision.next == "successor"
 
 
 @pytest.mark.parametrize("cause", [*AWAY, *IN_PLACE])
 def test_a_job_that_may_not_be_requeued_ends_and_says_why(cause: Cause) -> None:
-    decision = decide_next(Situation(cause=cause, may_requeue=False), NEVER_IN_PLACE)
+    decision = decide_next(DecisionInputs(cause=cause, may_requeue=False), NEVER_IN_PLACE)
 
     assert decision.next == ""
     assert "`slurm.requeue` is false" in decision.why
@@ -154,7 +154,7 @@ def test_a_job_that_may_not_be_requeued_ends_and_says_why(cause: Cause) -> None:
 def test_workers_are_started_again_in_place_on_nodes_in_order(
     cause: Cause, bad: tuple[str, ...], policy: RestartSpec, following: Next
 ) -> None:
-    decision = decide_next(Situation(cause=cause, bad_nodes=bad), policy)
+    decision = decide_next(DecisionInputs(cause=cause, bad_nodes=bad), policy)
 
     assert (decision.next, decision.exclude) == (following, bad)
 
@@ -162,7 +162,7 @@ def test_workers_are_started_again_in_place_on_nodes_in_order(
 @pytest.mark.parametrize(("count", "following"), [(0, "in place"), (1, "in place"), (2, "requeue")])
 def test_where_nobody_says_why_twice_other_nodes_are_tried(count: int, following: Next) -> None:
     """A node that cannot start a process cannot have it say so."""
-    situation = Situation(cause=Cause.WORKER_CRASHED, has_no_report=True, num_without_progress=count)
+    situation = DecisionInputs(cause=Cause.WORKER_CRASHED, has_no_report=True, num_without_progress=count)
 
     assert decide_next(situation, POLICY).next == following
     assert decide_next(replace(situation, has_no_report=False), POLICY).next == "in place"
@@ -170,7 +170,7 @@ def test_where_nobody_says_why_twice_other_nodes_are_tried(count: int, following
 
 @pytest.mark.parametrize("cause", IN_PLACE)
 def test_in_place_is_no_requeue_so_it_needs_no_leave(cause: Cause) -> None:
-    assert decide_next(Situation(cause=cause, may_requeue=False), POLICY).next == "in place"
+    assert decide_next(DecisionInputs(cause=cause, may_requeue=False), POLICY).next == "in place"
 
 
 @pytest.mark.parametrize(
@@ -187,22 +187,22 @@ def test_in_place_is_no_requeue_so_it_needs_no_leave(cause: Cause) -> None:
 def test_a_lost_node_is_shunned_at_once_and_others_when_they_failed_too_often(
     cause: Cause, failed: tuple[str, ...], bad: tuple[str, ...], excluded: tuple[str, ...]
 ) -> None:
-    assert decide_next(Situation(cause=cause, failed_nodes=failed, bad_nodes=bad), POLICY).exclude == excluded
+    assert decide_next(DecisionInputs(cause=cause, failed_nodes=failed, bad_nodes=bad), POLICY).exclude == excluded
 
 
 @pytest.mark.parametrize("cause", CAUSES)
 def test_what_slurm_has_requeued_is_not_requeued_twice(cause: Cause) -> None:
-    situation = Situation(cause=cause, is_requeued_by_slurm=True, num_without_progress=99, may_requeue=False)
+    situation = DecisionInputs(cause=cause, is_requeued_by_slurm=True, num_without_progress=99, may_requeue=False)
 
     decision = decide_next(situation, POLICY)
 
     assert decision.next == ("" if cause in OVER else "slurm")
 
 
-@pytest.mark.parametrize("cause", [cause for cause, row in TABLE.items() if row.is_failure])
+@pytest.mark.parametrize("cause", [cause for cause, row in RULES.items() if row.is_failure])
 @pytest.mark.parametrize("policy", [POLICY, BY_SUCCESSOR, NEVER_IN_PLACE], ids=["default", "successor", "not in place"])
 def test_failures_without_progress_end_the_run_at_last(cause: Cause, policy: RestartSpec) -> None:
-    decisions = [decide_next(Situation(cause=cause, num_without_progress=count), policy) for count in (1, 2, 3, 4)]
+    decisions = [decide_next(DecisionInputs(cause=cause, num_without_progress=count), policy) for count in (1, 2, 3, 4)]
 
     assert [bool(decision.next) for decision in decisions] == [True, True, False, False]
     assert [decision.ending for decision in decisions[2:]] == ["failed", "failed"]
@@ -214,7 +214,7 @@ def test_failures_without_progress_end_the_run_at_last(cause: Cause, policy: Res
 
 @pytest.mark.parametrize("cause", ["preempted", "requeue asked"])
 def test_what_the_cluster_does_is_not_counted(cause: Cause) -> None:
-    assert decide_next(Situation(cause=cause, num_without_progress=99), POLICY).next == "requeue"
+    assert decide_next(DecisionInputs(cause=cause, num_without_progress=99), POLICY).next == "requeue"
 
 
 @pytest.mark.parametrize(
@@ -223,11 +223,11 @@ def test_what_the_cluster_does_is_not_counted(cause: Cause) -> None:
 def test_workers_that_left_after_a_commit_have_stopped_whatever_happened_to_a_node(
     cause: Cause, ending: Ending
 ) -> None:
-    assert decide_next(Situation(cause=cause, is_committed=True), POLICY).ending == ending
+    assert decide_next(DecisionInputs(cause=cause, is_committed=True), POLICY).ending == ending
 
 
 SITUATIONS = st.builds(
-    Situation,
+    DecisionInputs,
     cause=st.sampled_from(CAUSES),
     is_committed=st.booleans(),
     num_without_progress=st.integers(0, 9),
@@ -247,12 +247,12 @@ POLICIES = st.builds(
 
 @given(SITUATIONS, POLICIES)
 def test_what_is_over_never_comes_back_and_what_comes_back_is_not_over(
-    situation: Situation, policy: RestartSpec
+    situation: DecisionInputs, policy: RestartSpec
 ) -> None:
     decision = decide_next(situation, policy)
 
     if situation.cause in OVER:
-        assert decision == Decision(ending=TABLE[situation.cause].ending)
+        assert decision == Decision(ending=RULES[situation.cause].ending)
     if decision.next:
         assert decision.ending in {"stopped", "failed"}
         assert decision.why == ""
@@ -313,7 +313,7 @@ def test_the_newest_attempt_counts_by_the_cause_that_the_ledger_does_not_have_ye
     counts = {cause: num_without_progress(attempts, 0, cause) for cause in CAUSES}
 
     assert {cause for cause, count in counts.items() if count} == {
-        cause for cause, row in TABLE.items() if row.is_failure
+        cause for cause, row in RULES.items() if row.is_failure
     }
 
 

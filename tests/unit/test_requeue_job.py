@@ -85,7 +85,7 @@ def test_a_successor_goes_where_its_script_says_if_slurm_refuses_the_other_place
 
 def test_what_slurm_has_put_back_is_not_put_back_again(supervised: Make) -> None:
     one = supervised()
-    one.slurm.knows_job(state="PENDING", restarts=1)
+    one.slurm.knows(state="PENDING", restarts=1)
     one.slurm.accounts("NODE_FAIL")
 
     one.ends(CRASHED)
@@ -103,7 +103,7 @@ def test_a_job_that_is_cancelled_meanwhile_is_not_called_back(
 ) -> None:
     one = supervised()
     concluded = conclude_attempt(one.context, one.begin(), STOPPED)
-    one.slurm.knows_job(state=state, reason=reason)
+    one.slurm.knows(state=state, reason=reason)
 
     carry_out_decision(one.context, concluded)
 
@@ -116,7 +116,7 @@ def test_a_job_that_slurm_puts_back_meanwhile_is_not_put_back_again(supervised: 
     """A second requeue would be refused while it waits, and end it where it has begun elsewhere already."""
     one = supervised()
     concluded = conclude_attempt(one.context, one.begin(), STOPPED)
-    one.slurm.knows_job(state="RUNNING", restarts=1)
+    one.slurm.knows(state="RUNNING", restarts=1)
 
     carry_out_decision(one.context, concluded)
 
@@ -129,7 +129,7 @@ def test_a_job_that_slurm_puts_back_meanwhile_is_not_put_back_again(supervised: 
 
 def test_a_requeue_whose_answer_was_lost_has_happened(supervised: Make) -> None:
     one = supervised()
-    one.slurm.knows_job(orders="echo 'Job is pending execution' >&2; exit 1", restarts_then=1)
+    one.slurm.knows(orders="echo 'Job is pending execution' >&2; exit 1", restarts_then=1)
 
     one.ends(STOPPED)
 
@@ -189,7 +189,7 @@ def test_a_requeue_that_fails_while_slurm_answers_no_question_either_is_tried_ag
 
 def test_a_job_that_ddp_hpc_has_cancelled_does_not_go_back_also_while_it_is_preempted(supervised: Make) -> None:
     one = supervised()
-    one.slurm.knows_job(preempted="2026-11-22T08:00:00")
+    one.slurm.knows(preempted="2026-11-22T08:00:00")
     concluded = conclude_attempt(one.context, one.begin(), STOPPED)
     noted = read_queued_job(one.run)
     assert noted is not None
@@ -233,7 +233,7 @@ def test_a_job_that_is_cancelled_while_it_is_preempted_does_not_go_back(
     supervised: Make, when: str, accounted_as: str, *, is_back: bool
 ) -> None:
     one = supervised()
-    cancelled = partial(one.slurm.knows_job, state="COMPLETING", preempted="2026-11-22T08:00:00")
+    cancelled = partial(one.slurm.knows, state="COMPLETING", preempted="2026-11-22T08:00:00")
     one.slurm.accounts(accounted_as)
     if when == "before":
         cancelled()
@@ -261,7 +261,7 @@ def test_a_run_that_its_user_stops_while_it_leaves_does_not_go_back(supervised: 
 def test_a_controller_that_is_away_for_a_moment_is_waited_for(supervised: Make, tmp_path: Path) -> None:
     one = supervised()
     once = tmp_path / "once"
-    one.slurm.knows_job(orders=f"[ -e {once} ] || {{ touch {once}; {SLURM_IS_AWAY}; }}")
+    one.slurm.knows(orders=f"[ -e {once} ] || {{ touch {once}; {SLURM_IS_AWAY}; }}")
 
     one.ends(STOPPED)
 
@@ -274,7 +274,7 @@ def test_a_job_that_cannot_go_back_says_so_in_the_ledger(
 ) -> None:
     monkeypatch.setattr(requeue_job, "SLURM_PATIENCE_S", 0.0)
     one = supervised()
-    one.slurm.knows_job(orders=SLURM_IS_AWAY)
+    one.slurm.knows(orders=SLURM_IS_AWAY)
 
     one.ends(STOPPED)
 
@@ -285,7 +285,7 @@ def test_a_job_that_cannot_go_back_says_so_in_the_ledger(
 
 def test_a_refused_requeue_is_told_with_slurms_words(supervised: Make) -> None:
     one = supervised()
-    one.slurm.knows_job(orders="echo 'Requested operation is presently disabled for job 7' >&2; exit 1")
+    one.slurm.knows(orders="echo 'Requested operation is presently disabled for job 7' >&2; exit 1")
 
     one.ends(STOPPED)
 
@@ -323,7 +323,7 @@ def test_a_node_that_fails_twice_is_left_out_as_soon_as_slurm_takes_it(
     one = supervised(slurm_spec=SlurmSpec(exclude="node9"))
     once = tmp_path / "once"
     refuses = f"echo 'Job is no longer pending execution' >&2; touch {once}; exit 1"
-    one.slurm.knows_job(orders=f"[ $1 = requeue ] || [ -e {once} ] || {{ {refuses}; }}")
+    one.slurm.knows(orders=f"[ $1 = requeue ] || [ -e {once} ] || {{ {refuses}; }}")
 
     one.killed_on(rank=1)
     assert excluded(one) == []

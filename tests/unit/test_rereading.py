@@ -20,7 +20,7 @@ from ddp_hpc.base import processes
 from ddp_hpc.base.durable import append_json_line, replace_text
 from ddp_hpc.run.run_dir.ledger import Ledger
 from ddp_hpc.run.run_dir.paths import RunDir
-from ddp_hpc.run.run_dir.poll_files import LOOK_INTERVAL_S, SETTLED_S, LastRead, SaveWatch, Tail, await_news
+from ddp_hpc.run.run_dir.poll_files import LOOK_INTERVAL_S, SETTLED_S, ReadCache, SaveWatch, Tail, await_next_poll
 from ddp_hpc.watch import status as status_module
 from ddp_hpc.watch.follow import follow
 from tests.made_run import add_attempt, add_checkpoint, add_metrics, add_progress, make_run
@@ -32,7 +32,7 @@ class Looks:
 
     def __init__(self, path: Path) -> None:
         self.path, self.now, self.num_reads = path, 0.0, 0
-        self._files = LastRead(clock=lambda: self.now)
+        self._files = ReadCache(clock=lambda: self.now)
 
     def look(self, *, later_s: float = LOOK_INTERVAL_S) -> str | None:
         self.now += later_s
@@ -97,7 +97,7 @@ def test_a_change_that_the_clock_of_the_file_system_is_too_coarse_for_is_seen_a_
 def test_a_new_entry_of_a_directory_is_a_change(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     now = [0.0]
-    files, counts = LastRead(clock=lambda: now[0]), []
+    files, counts = ReadCache(clock=lambda: now[0]), []
 
     def look() -> list[str]:
         now[0] += LOOK_INTERVAL_S
@@ -123,7 +123,7 @@ def test_a_file_system_that_does_not_answer_is_asked_by_the_reader_who_says_so(
 
     monkeypatch.setattr(os, "open", refuse)
 
-    assert LastRead().read(tmp_path / "progress.json", lambda: "asked") == "asked"
+    assert ReadCache().read(tmp_path / "progress.json", lambda: "asked") == "asked"
 
 
 def test_a_file_of_lines_is_read_from_where_the_last_reading_ended(tmp_path: Path) -> None:
@@ -131,17 +131,17 @@ def test_a_file_of_lines_is_read_from_where_the_last_reading_ended(tmp_path: Pat
     tail = Tail(path)
 
     def lines() -> Iterator[list[int]]:
-        yield [line["step"] for line in tail.new_lines()]
+        yield [line["step"] for line in tail.new_records()]
         for step in (1, 2):
             append_json_line(path, {"step": step})
-        yield [line["step"] for line in tail.new_lines()]
-        yield [line["step"] for line in tail.new_lines()]
+        yield [line["step"] for line in tail.new_records()]
+        yield [line["step"] for line in tail.new_records()]
         with path.open("a") as file:
             file.write('{"step":')
-        yield [line["step"] for line in tail.new_lines()]
+        yield [line["step"] for line in tail.new_records()]
         with path.open("a") as file:
             file.write(' 3}\nnot one of ours\n[4]\n\0\0{"step": 5}\n')
-        yield [line["step"] for line in tail.new_lines()]
+        yield [line["step"] for line in tail.new_records()]
 
     assert list(lines()) == [[], [1, 2], [], [], [3, 5]]
 
@@ -151,9 +151,9 @@ def test_of_a_long_file_of_lines_the_end_and_parts_before_it_are_read_and_then_w
     tail = Tail(path, most_bytes=40_000)
     path.write_text("".join(f'{{"step": {step}, "loss": 0.5}}\n' for step in range(100_000)))
 
-    first = [line["step"] for line in tail.new_lines()]
+    first = [line["step"] for line in tail.new_records()]
     append_json_line(path, {"step": 100_000})
-    then = [line["step"] for line in tail.new_lines()]
+    then = [line["step"] for line in tail.new_records()]
 
     assert first == sorted(set(first))
     assert (first[0], first[-1], then) == (0, 99_999, [100_000])
@@ -166,12 +166,12 @@ def test_a_file_of_lines_that_is_replaced_or_cut_is_read_from_its_beginning(tmp_
     path = tmp_path / "metrics.jsonl"
     tail = Tail(path)
     path.write_text('{"step": 1}\n{"step": 2}\n')
-    tail.new_lines()
+    tail.new_records()
 
     replace_text(path, '{"step": 1}\n{"step": 7}\n')
-    replaced = tail.new_lines()
+    replaced = tail.new_records()
     path.write_text('{"step": 8}\n')
-    cut = tail.new_lines()
+    cut = tail.new_records()
 
     assert [[line["step"] for line in lines] for lines in (replaced, cut)] == [[1, 7], [8]]
 
@@ -180,11 +180,11 @@ def test_a_new_file_that_got_the_old_ones_inode_and_grew_past_it_is_read_from_it
     path = tmp_path / "metrics.jsonl"
     tail = Tail(path)
     path.write_text('{"step": 1}\n{"step": 2}\n')
-    tail.new_lines()
+    tail.new_records()
 
     path.write_text("".join(f'{{"step": {step}}}\n' for step in (11, 12, 13, 14)))  # in place: of the same inode
 
-    assert [line["step"] for line in tail.new_lines()] == [11, 12, 13, 14]
+    assert [line["step"] for line in tail.new_records()] == [11, 12, 13, 14]
 
 
 def test_following_a_run_in_which_nothing_happens_reads_none_of_its_files(
@@ -266,7 +266,7 @@ def test_where_nobody_can_say_that_a_process_ends_the_whole_pause_is_made(
     else:
         monkeypatch.setattr(os, "pidfd_open", refuse)
 
-    await_news(Ledger.read(run).attempts[0])
+    await_next_poll(Ledger.read(run).attempts[0])
 
     assert pauses == [LOOK_INTERVAL_S]
 
@@ -341,8 +341,8 @@ def test_a_run_on_another_host_is_looked_at_after_the_whole_pause(
     in_pauses_of("ddp_hpc.run.run_dir.poll_files", pauses.append, monkeypatch)
     monkeypatch.setattr("ddp_hpc.base.processes.host_name", lambda: "login")
 
-    await_news(Ledger.read(run).attempts[0])
-    await_news(None)
+    await_next_poll(Ledger.read(run).attempts[0])
+    await_next_poll(None)
 
     assert pauses == [LOOK_INTERVAL_S] * 2
 
@@ -382,7 +382,7 @@ def test_whoever_waits_is_told_of_the_first_failed_save_in_a_row(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = make_run(tmp_path)
-    saves = SaveWatch(run, 1, LastRead())
+    saves = SaveWatch(run, 1, ReadCache())
 
     saves.warn_of_failures()  # before there is any progress
     for attempt, error in ((0, "of before"), (1, None), (1, "full"), (1, "full"), (1, None), (2, "quota")):

@@ -70,7 +70,7 @@ def test_a_block_that_preserves_leaves_no_trace_even_when_it_fails() -> None:
     expected = draw()
     rng.restore(states, CPU)
 
-    with pytest.raises(ZeroDivisionError), rng.preserved(CPU):
+    with pytest.raises(ZeroDivisionError), rng.preserve_states(CPU):
         _draw_and_fail()
 
     assert draw() == expected
@@ -82,7 +82,7 @@ def _draw_and_fail() -> None:
 
 
 def test_host_generators_are_put_back() -> None:
-    with rng.host_preserved():
+    with rng.preserve_cpu_states():
         expected = draw()
 
     assert draw() == expected

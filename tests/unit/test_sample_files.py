@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import multiprocessing as torch_multiprocessing
 
-from ddp_hpc.train.data.sample_files import content_of, recorded_sources
+from ddp_hpc.train.data.sample_files import record_sources, size_and_hash_of
 
 
 @pytest.mark.parametrize(
@@ -27,12 +27,12 @@ def test_a_checkpoint_that_is_written_meanwhile_is_no_source_of_a_sample_and_wha
 
     beside = threading.Thread(target=other.read_text, name=thread)
 
-    with recorded_sources() as sources:
+    with record_sources() as sources:
         beside.start()
         beside.join()
         sample.read_text()
 
-    assert content_of(sources).startswith("1 bytes, sha256 ") == is_one
+    assert size_and_hash_of(sources).startswith("1 bytes, sha256 ") == is_one
 
 
 def test_a_batch_that_is_sent_meanwhile_is_no_source_of_a_sample(tmp_path: Path) -> None:
@@ -45,7 +45,7 @@ def test_a_batch_that_is_sent_meanwhile_is_no_source_of_a_sample(tmp_path: Path)
     training = context.Process(target=queue.get)
     training.start()
 
-    with recorded_sources() as sources:
+    with record_sources() as sources:
         queue.put(torch.ones(3))
         training.join()
         sample.read_text()
@@ -55,4 +55,4 @@ def test_a_batch_that_is_sent_meanwhile_is_no_source_of_a_sample(tmp_path: Path)
     queue.join_thread()
     resource_sharer.stop()  # other tests ask whether this process has threads
 
-    assert content_of(sources).startswith("1 bytes, sha256 ")
+    assert size_and_hash_of(sources).startswith("1 bytes, sha256 ")

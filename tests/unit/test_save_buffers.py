@@ -44,7 +44,7 @@ def test_parts_are_the_header_and_then_all_bytes_in_order(made: Callable[[], lis
     tensors = made()
     buffers, expected = filled(tensors)
 
-    header, *parts = buffers.parts({str(number) for number in range(len(tensors))})
+    header, *parts = buffers.shard_parts({str(number) for number in range(len(tensors))})
 
     assert b"".join(parts) == expected
     assert buffers.size == len(header) + len(expected)
@@ -57,7 +57,7 @@ def test_a_value_that_is_not_finite_in_the_last_part_is_found_there(value: float
     spoilt = torch.randn(3 * NUM_FLOATS)
     spoilt[-1] = value
     buffers, _ = filled([torch.tensor(torch.inf), spoilt])
-    parts = buffers.parts({"1"})
+    parts = buffers.shard_parts({"1"})
 
     given = [next(parts) for _ in range(3)]
 

@@ -9,15 +9,15 @@ from itertools import pairwise
 import pytest
 
 from ddp_hpc.run.checkpoints.save_interval import (
-    FIRST_SAVE_S,
+    FIRST_SAVE_AFTER_S,
     DecidedBy,
     SaveCosts,
     SaveInterval,
     best_interval_s,
     between_failures_s,
     choose_interval,
+    duration_text,
     is_worth_changing,
-    rough_duration,
 )
 from ddp_hpc.run.spec import CheckpointSpec
 
@@ -70,7 +70,7 @@ def test_saves_that_never_fit_between_two_failures_cost_everything() -> None:
         ({"between_failures_s": 1000 * DAY}, {}, (3600, "longest")),
         ({"write_s": 300.0}, {}, (600.0, "written")),
         ({"write_s": 3000.0}, {}, (6000.0, "written")),  # no limit makes a disk faster
-        ({}, {"is_measured": False}, (FIRST_SAVE_S, "least cost")),
+        ({}, {"is_measured": False}, (FIRST_SAVE_AFTER_S, "least cost")),
     ],
 )
 def test_the_interval_is_the_best_one_within_its_limits(
@@ -136,7 +136,7 @@ def test_odd_records_have_an_answer_too(failures: int, trained_s: float) -> None
     ],
 )
 def test_durations_are_rough(seconds: float, text: str) -> None:
-    assert rough_duration(seconds) == text
+    assert duration_text(seconds) == text
 
 
 def test_the_reason_names_the_numbers_and_the_limit() -> None:

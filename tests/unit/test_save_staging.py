@@ -24,7 +24,7 @@ from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.spec import CheckpointSpec
 from ddp_hpc.train.state import training_state
 from ddp_hpc.train.state.checkpoint import Checkpointer, partition_tensors
-from ddp_hpc.train.state.gpu_staging import Side, Staging, packed_places, staging_bytes, windows
+from ddp_hpc.train.state.gpu_staging import SideStream, Staging, packed_ranges, staging_bytes, tensor_windows
 from ddp_hpc.train.state.save_buffers import SaveBuffers, block_sizes
 from ddp_hpc.train.state.training_state import NamedTensor
 from tests.unit.made_state import CPU, alone, make_state, take_step
@@ -44,7 +44,7 @@ class Mark:
         self.side.run(self.number)
 
 
-class LazySide(Side):
+class LazySide(SideStream):
     """A stream that copies only when something waits for it; tensors whose names are in `on_cpu` are not in its memory."""
 
     largest_block = 64
@@ -112,7 +112,7 @@ class LazySide(Side):
 
 
 def content(buffers: SaveBuffers) -> bytes:
-    return b"".join(buffers.parts())
+    return b"".join(buffers.shard_parts())
 
 
 def plain(named: Sequence[NamedTensor]) -> bytes:
@@ -310,7 +310,7 @@ def test_between_saves_the_staging_block_has_no_memory() -> None:
     ],
 )
 def test_page_locked_memory_is_taken_in_powers_of_two_of_at_most_a_gibibyte(num_bytes: int, sizes: list[int]) -> None:
-    assert block_sizes(num_bytes, largest=Side.largest_block) == sizes
+    assert block_sizes(num_bytes, largest=SideStream.largest_block) == sizes
 
 
 @pytest.mark.parametrize(
@@ -332,9 +332,9 @@ def test_the_staging_block_takes_at_most_half_of_what_is_free(whole: int, free: 
     ],
 )
 def test_tensors_that_fit_together_are_sent_together(sizes: list[int], room: int, expected: list[list[int]]) -> None:
-    places = packed_places(torch.empty(size, dtype=torch.uint8) for size in sizes)
+    places = packed_ranges(torch.empty(size, dtype=torch.uint8) for size in sizes)
 
-    assert windows(range(len(sizes)), places, room) == expected
+    assert tensor_windows(range(len(sizes)), places, room) == expected
 
 
 def test_the_writers_thread_selects_its_gpu_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

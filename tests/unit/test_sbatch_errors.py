@@ -288,7 +288,7 @@ def test_a_directory_that_other_nodes_do_not_see_is_refused(
     mounted(monkeypatch, **mounts)
 
     with pytest.raises(ConfigError, match=r"each node has a .* of its own.*`runs_dir=\.\.\.`") as error:
-        capacity.refuse_private_place(Path(path), [])
+        capacity.refuse_node_local_path(Path(path), [])
 
     assert path in str(error.value)
 
@@ -309,7 +309,7 @@ def test_a_directory_that_they_may_share_is_taken(
 ) -> None:
     mounted(monkeypatch, **mounts)
 
-    capacity.refuse_private_place(Path(path), [])
+    capacity.refuse_node_local_path(Path(path), [])
 
 
 def test_a_link_into_a_private_place_is_seen_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -317,7 +317,7 @@ def test_a_link_into_a_private_place_is_seen_through(tmp_path: Path, monkeypatch
     (tmp_path / "runs").symlink_to("/dev/shm")
 
     with pytest.raises(ConfigError, match="/dev/shm of its own"):
-        capacity.refuse_private_place(tmp_path / "runs" / "digits", [])
+        capacity.refuse_node_local_path(tmp_path / "runs" / "digits", [])
 
 
 class FakeSlurm:
@@ -356,7 +356,7 @@ class FakeSlurm:
 
     def check(self, asked: RunSpec) -> list[str]:
         questions = capacity.SlurmQuestions(self.environ)
-        questions.ask_about(self.run.job_script)
+        questions.ask_about_script(self.run.job_script)
         return questions.wait_for_notes(asked, self.run)
 
 

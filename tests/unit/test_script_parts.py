@@ -24,14 +24,14 @@ from ddp_hpc.job.script.plan import frozen_code_dirs, make_script_plan, users_py
 from ddp_hpc.job.script.source import sets_endpoint, why_not_fork
 from ddp_hpc.job.script.watcher import LogEcho, worker_exit_code
 from ddp_hpc.run.config.resolve import load_resolved, render_resolved, resolve
-from ddp_hpc.run.requeue import Situation, decide_next
+from ddp_hpc.run.requeue import DecisionInputs, decide_next
 from ddp_hpc.run.run_dir.failure_reports import first_failure
 from ddp_hpc.run.run_dir.ledger import Cause, Ledger, record_start
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import Progress, write_progress
 from ddp_hpc.run.spec import ResourcesSpec, RunSpec, ScriptSpec, parse_program
 from ddp_hpc.run.workload.protocol import UsersCode
-from ddp_hpc.run.workload.script_progress import find_saved_files, read_seen, record_changes
+from ddp_hpc.run.workload.script_progress import find_saved_files, read_seen_files, record_changes
 from ddp_hpc.run.workload.table import workload_of
 from ddp_hpc.watch.status import read_status
 from tests.made_run import make_run
@@ -340,7 +340,7 @@ def test_saves_are_counted_whatever_clocks_say_and_however_few_files_a_script_ke
 
     def count() -> None:
         counts.append(workload_of(spec).progress(run, Ledger.read(run)))
-        record_changes(run, read_seen(run), find_saved_files(str(spec.script.progress), tmp_path))
+        record_changes(run, read_seen_files(run), find_saved_files(str(spec.script.progress), tmp_path))
 
     count()
     save("1.pt", 2e9)  # by a node whose clock is years ahead
@@ -575,7 +575,7 @@ def test_a_run_that_ends_for_lack_of_progress_names_the_key_by_which_a_script_sh
 ) -> None:
     spec = RunSpec(name="any", script=ScriptSpec(command=("python", "train.py"), progress=progress))
     words = workload_of(spec).without_progress
-    situation = Situation(cause=Cause.WORKER_CRASHED, num_without_progress=3, without_progress=words)
+    situation = DecisionInputs(cause=Cause.WORKER_CRASHED, num_without_progress=3, without_progress=words)
 
     assert decide_next(situation, spec.restart).why.startswith(expected)
 

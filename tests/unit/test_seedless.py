@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, default_collate
 
-from ddp_hpc.train.data.loader import SeededFetch
+from ddp_hpc.train.data.loader import SeededDataset
 from ddp_hpc.train.data.sample_order import MicroBatch, derive_seed
 from ddp_hpc.train.data.seedless import reads_no_generator
 from ddp_hpc.train.state import rng
@@ -213,11 +213,11 @@ def test_each_sample_is_the_one_that_its_own_seed_gives(dataset: Dataset[Any]) -
     indices = (4, 0, 3)
     before = rng.capture(torch.device("cpu"))
 
-    found = SeededFetch(dataset, SEED).fetched([MicroBatch(EPOCH, indices, 3)]).batch
+    found = SeededDataset(dataset, SEED).fetch_batch([MicroBatch(EPOCH, indices, 3)]).batch
 
     after = rng.capture(torch.device("cpu"))
     assert all(torch.equal(before[name], after[name]) for name in before)
-    with rng.preserved(torch.device("cpu")):
+    with rng.preserve_states(torch.device("cpu")):
         torch.testing.assert_close(as_list(found), default_collate(expected(dataset, indices)), rtol=0, atol=0)
 
 
@@ -226,9 +226,9 @@ def collate_with_noise(samples: list[Any]) -> Tensor:
 
 
 def test_a_collate_fn_draws_by_the_seed_of_the_last_sample_of_any_data_set() -> None:
-    fetch = SeededFetch(Subset(TENSORS, range(NUM)), SEED, collate_with_noise)
+    fetch = SeededDataset(Subset(TENSORS, range(NUM)), SEED, collate_with_noise)
 
-    found = fetch.fetched([MicroBatch(EPOCH, (4, 0, 3), 3)]).batch
+    found = fetch.fetch_batch([MicroBatch(EPOCH, (4, 0, 3), 3)]).batch
 
-    with rng.preserved(torch.device("cpu")):
+    with rng.preserve_states(torch.device("cpu")):
         assert torch.equal(found, collate_with_noise(expected(TENSORS, (4, 0, 3))))

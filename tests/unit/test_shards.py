@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from ddp_hpc.base.errors import CorruptCheckpointError
 from ddp_hpc.run.checkpoints import shards
 from ddp_hpc.run.checkpoints.checkpoint_store import read_safetensors
-from ddp_hpc.train.state.training_state import DTYPES
+from ddp_hpc.train.state.training_state import DTYPE_NAMES
 
 
 def a_file(table: Any, *, body: int = 8, length: int | None = None) -> bytes:
@@ -75,4 +75,4 @@ def test_files_of_the_safetensors_library_are_read(tmp_path: Path) -> None:
 
 
 def test_readers_with_and_without_torch_know_the_same_dtypes() -> None:
-    assert {name: dtype.itemsize for dtype, name in DTYPES.items()} == shards.ITEM_BYTES
+    assert {name: dtype.itemsize for dtype, name in DTYPE_NAMES.items()} == shards.ITEM_BYTES_BY_DTYPE

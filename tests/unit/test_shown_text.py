@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from ddp_hpc.base.discretion import masked, secret_values
+from ddp_hpc.base.discretion import mask_secrets, secret_values
 from ddp_hpc.watch.why.lines import clean
 
 
@@ -24,7 +24,7 @@ from ddp_hpc.watch.why.lines import clean
     ],
 )
 def test_what_looks_like_a_secret_is_masked(text: str, shown: str) -> None:
-    assert masked(text) == shown
+    assert mask_secrets(text) == shown
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_what_looks_like_a_secret_is_masked(text: str, shown: str) -> None:
     ],
 )
 def test_other_words_stay(text: str) -> None:
-    assert masked(text) == text
+    assert mask_secrets(text) == text
 
 
 def test_values_of_variables_and_keys_that_may_be_secrets_are_found_wherever_they_stand() -> None:
@@ -49,7 +49,7 @@ def test_values_of_variables_and_keys_that_may_be_secrets_are_found_wherever_the
     )
 
     assert found == ["hf-of-the-run", "0123456789"]
-    assert masked("login failed for (0123456789)", found) == "login failed for (***)"
+    assert mask_secrets("login failed for (0123456789)", found) == "login failed for (***)"
 
 
 @pytest.mark.parametrize("part", ["a.", "a-", "token.", "'a.", "://a:", "\x1b]", "\x1b[", "[rank1]: "])
@@ -57,7 +57,7 @@ def test_the_time_for_a_long_line_grows_as_the_line(part: str) -> None:
     """A quarter of a MB of one of these took minutes."""
     began = time.process_time()
 
-    masked(part * (2**18 // len(part)))
+    mask_secrets(part * (2**18 // len(part)))
     clean(part * (2**18 // len(part)))
 
     assert time.process_time() - began < 2

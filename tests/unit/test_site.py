@@ -15,7 +15,7 @@ from ddp_hpc.cli import main
 from ddp_hpc.cli.runs import chosen_runs_dir
 from ddp_hpc.cluster import containers
 from ddp_hpc.cluster.rendezvous.interfaces import Interface
-from ddp_hpc.cluster.slurm.queries import ClusterConfig, NodeShape, Partition, chosen_partition, parse_shapes
+from ddp_hpc.cluster.slurm.queries import ClusterConfig, NodeShape, Partition, chosen_partition, parse_node_shapes
 from ddp_hpc.job.launcher import agents_step_argv
 from ddp_hpc.launch.render import render
 from ddp_hpc.run.config.resolve import flat_spec, resolve, resolve_key
@@ -398,7 +398,7 @@ def test_a_host_without_slurm_proposes_a_profile_too(user: dict[str, str]) -> No
 )
 def test_what_nodes_have_is_read_from_scontrol(gres: str, num_gpus: int, gpu_type: str | None) -> None:
     node = f"CPUAlloc=0 CPUEfctv=56 CPUTot=64 Gres={gres} OS=Linux RealMemory=512000 MemSpecLimit=2000 Partitions=gpu,all Reason=no Gres=gpu:9"
-    gpu, every = parse_shapes(f"NodeName=n1 {node}\nNodeName=n2 {node}\nNodeName=login CPUTot=4 RealMemory=1000\n")
+    gpu, every = parse_node_shapes(f"NodeName=n1 {node}\nNodeName=n2 {node}\nNodeName=login CPUTot=4 RealMemory=1000\n")
 
     assert (gpu.num_gpus, gpu.gpu_type) == (num_gpus, gpu_type)
     assert (gpu.partition, gpu.num_nodes, gpu.num_cpus, gpu.mem_mb) == ("gpu", 2, 56, 510000)

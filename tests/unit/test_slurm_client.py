@@ -56,7 +56,7 @@ def test_what_a_job_around_us_left_is_dropped() -> None:
 
     kept = {"HOME", "SLURM_CONF", "SLURM_JWT", "PMIRROR"}
     assert clean == {name: environ[name] for name in kept} | {"SLURM_TIME_FORMAT": "standard"}
-    assert client.inherited(environ) == sorted(environ.keys() - kept)
+    assert client.inherited_names(environ) == sorted(environ.keys() - kept)
     assert client.without_inherited_argv({"SLURM_JOB_ID": "7", "HOME": "/"}) == ["env", "--unset=SLURM_JOB_ID"]
 
 

@@ -125,7 +125,7 @@ def test_a_new_submission_remembers_where_the_run_failed(
     slurm: FakeSlurm, tmp_path: Path, asked: SlurmSpec, directive: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(slurm_backend, "check_users_part", lambda *_: [])  # of the digits
-    monkeypatch.setattr("ddp_hpc.launch.submission.submit_checks.capacity.PRIVATE_PLACES", ())
+    monkeypatch.setattr("ddp_hpc.launch.submission.submit_checks.capacity.NODE_LOCAL_DIRS", ())
     run = make_run(tmp_path)
     for attempt in (0, 1):
         record_start(run, attempt=attempt, job_id="7", cluster="slurm", nodes=("node1", "node2"))

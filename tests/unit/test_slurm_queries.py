@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ddp_hpc.base.errors import ConfigError
-from ddp_hpc.base.slurm_times import minutes, parse_time, seconds
+from ddp_hpc.base.slurm_times import parse_minutes, parse_seconds, parse_time
 from ddp_hpc.cluster.slurm import queries
 
 QUEUE = (
@@ -106,8 +106,8 @@ def at(text: str) -> float:
     ],
 )
 def test_a_duration_is_read(text: str, expected: int | None) -> None:
-    assert seconds(text) == expected
-    assert minutes(text) == (None if expected is None else expected / 60)
+    assert parse_seconds(text) == expected
+    assert parse_minutes(text) == (None if expected is None else expected / 60)
 
 
 @pytest.mark.parametrize("text", ["Unknown", "N/A", "None", "NONE", "", "tomorrow"])
@@ -326,13 +326,13 @@ NOTE = "NOTE: maintenance on Monday | all partitions\n12 days left = 3.5 SUs\n"
     ("parse", "answer"),
     [
         (queries.parse_queue, QUEUE),
-        (queries.parse_commands, "12\x1f/home/a/job.sbatch\x1e\n13\x1f/home/a/b.sh\x1e\n"),
+        (queries.parse_job_scripts, "12\x1f/home/a/job.sbatch\x1e\n13\x1f/home/a/b.sh\x1e\n"),
         (queries.parse_job, JOB),
         (queries.parse_job, PENDING_JOB),
         (queries.parse_accounting, ACCOUNTING),
         (queries.parse_partitions, PARTITIONS),
         (queries.parse_config, CONFIG),
-        (queries.parse_shapes, "NodeName=n1 CPUTot=4 RealMemory=1000 Gres=gpu:a100:4 Partitions=gpu\n"),
+        (queries.parse_node_shapes, "NodeName=n1 CPUTot=4 RealMemory=1000 Gres=gpu:a100:4 Partitions=gpu\n"),
         (queries.parse_associations, "lab||high,low|normal\n"),
         (queries.parse_qos, "high|low|requeue|00:01:00\n"),
         (queries.parse_nodes, "node1\x1fidle\x1fnone\x1e\nnode2\x1fdrained\x1fbad disk\x1e\n"),

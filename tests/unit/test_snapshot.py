@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from ddp_hpc.base.errors import ConfigError
-from ddp_hpc.launch.submission.snapshot import LIST_NAME, path_in_snapshot, take_snapshot
+from ddp_hpc.launch.submission.snapshot import LIST_FILE_NAME, path_in_snapshot, take_snapshot
 from ddp_hpc.run.run_dir.paths import RunDir
 from tests.unit.made_repository import changed, git, names
 
@@ -110,7 +110,7 @@ def test_a_repositorys_commit_is_in_the_snapshot(tmp_path: Path, run: RunDir) ->
     taken = take_snapshot(commit(tmp_path / "code", "net.py"), run, max_bytes=MB)
 
     assert taken.commit is not None
-    assert taken.commit in (taken.path / LIST_NAME).read_text()
+    assert taken.commit in (taken.path / LIST_FILE_NAME).read_text()
 
 
 def test_without_git_a_work_tree_is_copied_like_any_directory(

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ddp_hpc.base.errors import ConfigError
-from ddp_hpc.cluster.containers import CommandWrapper, staged_source
+from ddp_hpc.cluster.containers import CommandWrapper, file_to_stage
 from ddp_hpc.cluster.slurm.allocation import Allocation, read_allocation
 from ddp_hpc.cluster.slurm.framing import read_answers
 from ddp_hpc.job.node import unpack as unpacking
@@ -94,7 +94,7 @@ def test_what_cannot_be_unpacked_leaves_nothing(tmp_path: Path) -> None:
 def test_what_does_not_fit_is_refused_before_it_is_begun(
     tmp_path: Path, archive: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(unpacking, "_MOST_GROWTH", 10**15)
+    monkeypatch.setattr(unpacking, "_MAX_GROWTH", 10**15)
 
     with pytest.raises(OSError, match="GB free"):
         unpack(archive, tmp_path / "local" / "env")
@@ -257,9 +257,9 @@ def test_commands_name_what_was_staged(tmp_path: Path) -> None:
 
 def test_what_is_no_archive_is_refused_before_the_queue(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"its name must end in one of \.tar"):
-        staged_source(spec(tmp_path, archive=tmp_path / "env.zip"))
+        file_to_stage(spec(tmp_path, archive=tmp_path / "env.zip"))
     with pytest.raises(ConfigError, match="that file does not exist"):
-        staged_source(spec(tmp_path, archive=tmp_path / "env.tar"))
+        file_to_stage(spec(tmp_path, archive=tmp_path / "env.tar"))
     with pytest.raises(ConfigError, match=r"`stage\.dir` is not"):
         StageSpec(archive="env.tar")
     with pytest.raises(ConfigError, match="can use only one of them"):

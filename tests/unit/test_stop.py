@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ddp_hpc.base.processes import INTERRUPTIONS, STOP_SIGNALS, unclaimed_stop_signals
+from ddp_hpc.base.processes import INTERRUPT_SIGNALS, STOP_SIGNALS, unclaimed_stop_signals
 from ddp_hpc.train.stop import StopConsensus, StopFlag
 from tests.unit.made_state import alone
 
@@ -39,7 +39,7 @@ def test_nobody_is_told_at_first(tmp_path: Path) -> None:
 
 
 def test_a_handler_that_a_recipe_has_set_for_a_users_signal_stays_its_own(tmp_path: Path) -> None:
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, INTERRUPTIONS)
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, INTERRUPT_SIGNALS)
     at_first = unclaimed_stop_signals()
     with (tmp_path / "stacks").open("w") as stacks:
         for number in (signal.SIGUSR1, signal.SIGTERM):
@@ -49,7 +49,7 @@ def test_a_handler_that_a_recipe_has_set_for_a_users_signal_stays_its_own(tmp_pa
             faulthandler.unregister(number)
     signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
-    assert at_first == {*STOP_SIGNALS, *INTERRUPTIONS}
+    assert at_first == {*STOP_SIGNALS, *INTERRUPT_SIGNALS}
     assert claimed == at_first - {signal.SIGUSR1}  # Slurm's own signals ask to stop in any case
 
 

@@ -75,7 +75,7 @@ def test_a_supervisor_that_was_told_before_it_could_listen_hears_it(
 def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
     """Return a Slurm in whose job on two nodes this process is."""
     slurm = FakeSlurm(tmp_path)
-    slurm.knows_job()
+    slurm.knows()
     slurm.knows_nodes(node1="mixed", node2="mixed", node3="idle", node4="idle")
     environ = {**batch("node[1-2]", "1(x2)"), **slurm.environ, "SLURM_JOB_ID": "7"}
     for name, value in environ.items():
@@ -278,12 +278,12 @@ def test_what_a_dead_supervisor_has_decided_is_done(
 def test_steps_that_a_dead_supervisor_has_left_are_cancelled(
     is_held: bool, tmp_path: Path, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(takeover, "LEAVE_S", 0.0)
+    monkeypatch.setattr(takeover, "EXIT_TIMEOUT_S", 0.0)
     run = make_run(tmp_path)
     slurm.has("squeue", "echo 7.0; echo 7.batch; echo 7.extern; echo 7.12")
     holder = processes.take_lock(run.lock) if is_held else None
     slurm.has("scancel", f"touch {tmp_path}/cancelled")
-    monkeypatch.setattr(takeover, "CANCEL_S", 0.1)
+    monkeypatch.setattr(takeover, "CANCEL_TIMEOUT_S", 0.1)
 
     allocation = read_allocation(os.environ)
     assert allocation is not None
@@ -330,16 +330,20 @@ def test_an_error_before_the_first_attempt_is_in_the_ledger_too(
     code = supervise(run, "--guarded")
 
     (last,) = Ledger.read(run).attempts
-    assert (code, last.ending, last.next) == (exit_codes.UNDECIDED, "failed", "in place")  # the guardian starts another
+    assert (code, last.ending, last.next) == (
+        exit_codes.RESTART_SUPERVISOR,
+        "failed",
+        "in place",
+    )  # the guardian starts another
     assert last.reason == "ddp-hpc's own supervisor process failed: KeyError: 'odd' (traceback in the job's log)"
 
 
 @pytest.mark.parametrize(
     ("number", "words", "code"),
     [
-        (errno.EIO, ["--cluster", "slurm"], exit_codes.UNDECIDED),
-        (errno.ENOSPC, ["--cluster", "slurm"], exit_codes.UNDECIDED),
-        (errno.ESTALE, [], exit_codes.UNDECIDED),
+        (errno.EIO, ["--cluster", "slurm"], exit_codes.RESTART_SUPERVISOR),
+        (errno.ENOSPC, ["--cluster", "slurm"], exit_codes.RESTART_SUPERVISOR),
+        (errno.ESTALE, [], exit_codes.RESTART_SUPERVISOR),
         (errno.ENOSPC, [], exit_codes.GAVE_UP),
     ],
 )
@@ -367,6 +371,6 @@ def test_a_full_disk_of_the_node_is_not_called_the_run_s(
     with signals_held_back():
         code = supervise(make_run(tmp_path), "--guarded")
 
-    assert code == exit_codes.UNDECIDED
+    assert code == exit_codes.RESTART_SUPERVISOR
     said = f"error: ddp-hpc cannot use /tmp/unpacked on {socket.gethostname()}: [Errno 28] No space left on device"
     assert said in capsys.readouterr().err

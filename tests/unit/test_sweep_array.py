@@ -17,7 +17,7 @@ from ddp_hpc.base.errors import ConfigError, RunBusyError, SlurmUnavailableError
 from ddp_hpc.cli import main
 from ddp_hpc.cli.sweeps import print_jobs
 from ddp_hpc.cluster.slurm import client
-from ddp_hpc.cluster.slurm.hostlist import as_ranges
+from ddp_hpc.cluster.slurm.hostlist import ranges_text
 from ddp_hpc.cluster.slurm.queries import QueuedEntry
 from ddp_hpc.launch.submission import slurm as slurm_backend
 from ddp_hpc.launch.submission.request import SubmitRequest
@@ -31,11 +31,11 @@ from ddp_hpc.launch.sweep.sweep_dir import (
     Sweep,
     SweepDir,
     append_record,
+    lock_sending,
     parse_ranges,
     points_in_queue,
     read_sweep,
     record_continued,
-    sending_alone,
 )
 from ddp_hpc.launch.sweep.task import main as task_main
 from ddp_hpc.launch.sweep.task import prepare_task
@@ -106,7 +106,7 @@ class Lab(FakeSlurm):
 @pytest.fixture(autouse=True)
 def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("ddp_hpc.launch.submission.submit_checks.capacity.PRIVATE_PLACES", ())
+    monkeypatch.setattr("ddp_hpc.launch.submission.submit_checks.capacity.NODE_LOCAL_DIRS", ())
 
 
 def start(
@@ -227,7 +227,7 @@ def test_points_beyond_a_limit_stay_not_submitted_until_continue_sends_them(tmp_
 
     started = start(lab, tmp_path, "seed=0..29")
 
-    assert (sum(started.jobs.values()), started.num_left) == (20, 10)
+    assert (sum(started.jobs.values()), started.num_not_submitted) == (20, 10)
     assert "QOSMaxSubmitJobPerUserLimit" in started.refusal
     assert read_sweep(started.sweep_dir).never_sent == list(range(20, 30))
 
@@ -247,7 +247,7 @@ def test_a_limit_is_recognised_behind_the_lines_that_a_site_has_sbatch_print_fir
 
     started = start(lab, tmp_path, "seed=0..5")
 
-    assert (sum(started.jobs.values()), started.num_left) == (4, 2)
+    assert (sum(started.jobs.values()), started.num_not_submitted) == (4, 2)
     assert "Your default account is used" not in started.refusal
     assert "job submit limit" in started.refusal
 
@@ -271,7 +271,7 @@ def test_a_controller_that_is_full_and_lets_sbatch_wait_gets_fewer_points_and_th
     started = start(lab, tmp_path, "seed=0..15")
 
     assert lab.arrays[:2] == ["--array=0-15 0", "--array=0-1 0"]
-    assert (started.jobs, started.num_left) == ({"14": 2}, 14)
+    assert (started.jobs, started.num_not_submitted) == ({"14": 2}, 14)
     assert "sleeping and retrying" in started.refusal
     sweep = read_sweep(started.sweep_dir)
     assert (sweep.never_sent, sweep.unanswered) == (list(range(2, 16)), None)
@@ -287,13 +287,13 @@ def test_an_array_that_a_full_controller_has_accepted_after_all_is_found_by_its_
 
     started = start(lab, tmp_path, "seed=0..15")
 
-    assert (started.jobs, started.num_left) == ({"77": 16}, 0)
+    assert (started.jobs, started.num_not_submitted) == ({"77": 16}, 0)
     assert [one.job_id for one in read_sweep(started.sweep_dir).arrays] == ["77"]
 
 
 def _listed(array: SentArray, state: str, why: str = "Priority") -> str:
     """Return an array as squeue prints it."""
-    tasks = as_ranges(number - array.offset for number in array.numbers) or "N/A"
+    tasks = ranges_text(number - array.offset for number in array.numbers) or "N/A"
     fields = [
         "99",
         array.job_id,
@@ -399,7 +399,7 @@ def test_a_limit_of_points_at_once_holds_over_all_arrays_since_each_waits_for_th
     started = start(lab, tmp_path, "seed=0..19", at_most=4)
     (first,) = read_sweep(started.sweep_dir).arrays  # one of two more points would hold back those after it
     assert lab.arrays[:2] == ["--array=0-19%4 0", "--array=0-9%4 0"]
-    assert started.num_left == 10
+    assert started.num_not_submitted == 10
 
     lab.raise_limit(100)
     lab.lists(first)
@@ -545,7 +545,7 @@ def test_a_continue_that_is_refused_changes_no_limit_and_leaves_the_sweep_cancel
     append_record(sweep_dir, cancelled=True)
     lab.lists()
     before = read_sweep(sweep_dir)
-    with sending_alone(sweep_dir, "busy"), pytest.raises(RunBusyError):
+    with lock_sending(sweep_dir, "busy"), pytest.raises(RunBusyError):
         continue_sweep(sweep_dir, lab.environ, limits={"at_most": 3})
     assert read_sweep(sweep_dir) == before
 
@@ -693,7 +693,7 @@ def test_a_submission_that_is_killed_before_its_files_are_complete_leaves_no_swe
     (tmp_path / "train.py").touch()
     code = (
         "import os, sys; from pathlib import Path; Path('submitting').write_text(str(os.getpid()));"
-        "from ddp_hpc.launch.submission.submit_checks import capacity; capacity.PRIVATE_PLACES = ();"
+        "from ddp_hpc.launch.submission.submit_checks import capacity; capacity.NODE_LOCAL_DIRS = ();"
         "from ddp_hpc.cli import main; main(sys.argv[1:])"
     )
     argv = [sys.executable, "-c", code, "submit", *words, "--", "python", "train.py"]
@@ -865,7 +865,7 @@ def test_a_sweep_of_which_points_wait_is_not_deleted_and_one_that_is_over_is_del
 
 @pytest.mark.parametrize("numbers", [(), (0,), (0, 1, 2, 7), (3, 5, 6)])
 def test_ranges_are_read_back(numbers: tuple[int, ...]) -> None:
-    assert parse_ranges(as_ranges(numbers)) == numbers
+    assert parse_ranges(ranges_text(numbers)) == numbers
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,12 @@ import pytest
 from ddp_hpc.base import processes
 from ddp_hpc.base.durable import append_json_line
 from ddp_hpc.base.errors import RunBusyError
-from ddp_hpc.cli.sweep_follow import _next_steps, follow_sweep, show_points
-from ddp_hpc.launch.submission.allocate import allocate_array
+from ddp_hpc.cli.sweep_follow import _next_commands, follow_sweep, show_points
+from ddp_hpc.launch.submission.allocate import submit_job_array
 from ddp_hpc.launch.sweep import array
 from ddp_hpc.launch.sweep.manage_sweep import cancel_sweep, continue_sweep
-from ddp_hpc.launch.sweep.point_states import SweepLook, follow_points
-from ddp_hpc.launch.sweep.sweep_dir import SweepDir, read_sweep, sending_alone
+from ddp_hpc.launch.sweep.point_states import SweepStatus, follow_points
+from ddp_hpc.launch.sweep.sweep_dir import SweepDir, lock_sending, read_sweep
 from ddp_hpc.run.run_dir.ledger import End, Ending, Next, record_end
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import QueuedJob, read_queued_job, write_queued_job
@@ -29,7 +29,7 @@ from tests.unit.test_sweep_array import DOWN, Lab, accepts, lose_answer, start
 @pytest.fixture(autouse=True)
 def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("ddp_hpc.launch.submission.submit_checks.capacity.PRIVATE_PLACES", ())
+    monkeypatch.setattr("ddp_hpc.launch.submission.submit_checks.capacity.NODE_LOCAL_DIRS", ())
 
 
 class Watched:
@@ -40,14 +40,14 @@ class Watched:
         self._looks = self._follow()
         self.out = io.StringIO()
 
-    def _follow(self) -> Iterator[SweepLook]:
+    def _follow(self) -> Iterator[SweepStatus]:
         environ = {**self.lab.environ, "HOME": str(self.sweep_dir.path.parent)}
         return follow_points(self.sweep_dir, environ, clock=lambda: self.now, pause=self._pause)
 
     def _pause(self, seconds: float) -> None:
         self.paused = seconds
 
-    def look(self, *, later_s: float = FRESH_S) -> SweepLook:
+    def look(self, *, later_s: float = FRESH_S) -> SweepStatus:
         self.now += later_s
         return next(self._looks)
 
@@ -90,7 +90,7 @@ def test_points_beyond_a_limit_are_not_sent_by_who_follows_and_the_end_is_the_en
     assert [state.word for state in last.states.values()] == [*["finished"] * 2, *["not submitted"] * 2]
     assert last.is_over
     assert len(lab.arrays) == num_orders
-    assert _next_steps({"finished": 2, "not submitted": 2}, "grid", is_cancelled=False)[1] == (
+    assert _next_commands({"finished": 2, "not submitted": 2}, "grid", is_cancelled=False)[1] == (
         "start the rest: ddp-hpc sweep continue grid"
     )
 
@@ -164,14 +164,14 @@ def test_nobody_else_sends_points_of_a_sweep_while_it_is_submitted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lab = Lab(tmp_path)
-    submit = allocate_array
+    submit = submit_job_array
 
     def another_process_sends_first(script: Path, *args: Any, **more: Any) -> str:
         with pytest.raises(RunBusyError, match="Another process is submitting points"):
             continue_sweep(SweepDir(script.parent), lab.environ, limits={})
         return submit(script, *args, **more)
 
-    monkeypatch.setattr(array, "allocate_array", another_process_sends_first)
+    monkeypatch.setattr(array, "submit_job_array", another_process_sends_first)
 
     sweep_dir = start(lab, tmp_path, "seed=0..1").sweep_dir
 
@@ -186,7 +186,7 @@ def test_a_cancellation_says_so_where_another_process_goes_on_sending(
     sweep_dir = start(lab, tmp_path, "seed=0..1").sweep_dir
     monkeypatch.setattr("ddp_hpc.launch.sweep.manage_sweep._SENDING_PATIENCE_S", 0.0)
 
-    with sending_alone(sweep_dir, "busy"), pytest.raises(RunBusyError, match=r"sweep cancel \S+grid` again"):
+    with lock_sending(sweep_dir, "busy"), pytest.raises(RunBusyError, match=r"sweep cancel \S+grid` again"):
         cancel_sweep(sweep_dir, lab.environ)
 
     assert read_sweep(sweep_dir).is_cancelled
@@ -196,7 +196,7 @@ def test_who_follows_a_sweep_that_another_process_submits_does_not_take_it_for_o
     lab = Lab(tmp_path, limit=0)
     watched = Watched(lab, start(lab, tmp_path, "seed=0..1").sweep_dir)
 
-    with sending_alone(watched.sweep_dir, "busy"):
+    with lock_sending(watched.sweep_dir, "busy"):
         assert not watched.look().is_over
 
     assert watched.look().is_over
@@ -228,7 +228,7 @@ def test_each_change_of_a_point_is_a_line_and_the_counts_follow(tmp_path: Path) 
     (array,) = read_sweep(watched.sweep_dir).arrays
     lab.lists(array)
 
-    def steps() -> Iterator[SweepLook]:
+    def steps() -> Iterator[SweepStatus]:
         yield watched.look()
         begin(first, "14_0", at=watched.now)
         yield watched.look(later_s=1)

@@ -263,15 +263,15 @@ def test_a_point_that_is_not_valid_is_refused_also_behind_one_that_is(
 
 
 @pytest.mark.parametrize(
-    ("cancelled_at", "has_job", "left"),
+    ("cancelled_at", "knows", "left"),
     [(None, True, "lost"), (5.0, True, "ended by the user"), (None, False, "ended by the user")],
 )
 def test_a_point_that_scancel_has_ended_goes_on_and_one_that_its_user_has_cancelled_does_not(
-    cancelled_at: float | None, has_job: bool, left: str, tmp_path: Path
+    cancelled_at: float | None, knows: bool, left: str, tmp_path: Path
 ) -> None:
     run = make_run(tmp_path)
     record_start(run, attempt=0, job_id="7")
     record_end(run, 0, End(ending=Ending.CANCELLED, exit_code=-15))
     job = QueuedJob(job_id="7", attempt=0, at=0.0, since=0, backend="slurm", cancelled_at=cancelled_at)
 
-    assert point_states._left_state(Ledger.read(run).newest, job if has_job else None) == left
+    assert point_states._unfinished_state(Ledger.read(run).newest, job if knows else None) == left

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hpc.base.thread_room import Room, thread_room
+from ddp_hpc.base.thread_room import ThreadRoom, thread_room
 
 
-def made(root: Path, member: str, files: dict[str, str]) -> Room | None:
+def made(root: Path, member: str, files: dict[str, str]) -> ThreadRoom | None:
     """Return the room on a node on which 300 threads run."""
     fixed = {"proc/loadavg": "0.5 0.5 0.5 2/300 4711\n", "proc/sys/kernel/threads-max": "90300\n"}
     for name, text in {**fixed, "proc/sys/kernel/pid_max": "80300\n", "proc/self/cgroup": member, **files}.items():

@@ -8,17 +8,10 @@ from pathlib import Path
 import pytest
 
 from ddp_hpc.run.run_dir.paths import RunDir
-from ddp_hpc.run.run_dir.timeline import (
-    MOST_LOOKS,
-    Mark,
-    RanksLook,
-    as_line,
-    read_looks,
-    read_marks,
-)
+from ddp_hpc.run.run_dir.timeline import MOST_COMPARISONS, Mark, RankComparison, as_line, read_comparisons, read_marks
 
 MARK = Mark(kind="phases", attempt=0, at=5.0, step=3, num_steps=3, phases={"data": 0.5})
-LOOK = RanksLook(attempt=0, at=5.0, step=3, step_s=0.1, lost_s={0: 0.0, 1: 0.02})
+LOOK = RankComparison(attempt=0, at=5.0, step=3, step_s=0.1, lost_s={0: 0.0, 1: 0.02})
 
 
 @pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e400", "1" + "0" * 400, "true", "null", '"3"'])
@@ -41,17 +34,17 @@ def test_a_line_with_a_value_that_is_not_a_number_is_skipped(value: str, tmp_pat
     run.timeline.write_bytes(as_line(MARK).replace(b"0.5", value.encode()) + as_line(MARK))
     run.waits.write_bytes(as_line(LOOK).replace(b"0.02", value.encode()) + as_line(LOOK))
 
-    assert (read_marks(run), read_looks(run)) == ([MARK], [LOOK])
+    assert (read_marks(run), read_comparisons(run)) == ([MARK], [LOOK])
 
 
 def test_of_very_many_comparisons_evenly_spaced_ones_are_read(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
-    lines = [b"\n" + as_line(replace(LOOK, step=step)) for step in range(3 * MOST_LOOKS)]
+    lines = [b"\n" + as_line(replace(LOOK, step=step)) for step in range(3 * MOST_COMPARISONS)]
     run.waits.write_bytes(b"".join(lines))
 
-    steps = [look.step for look in read_looks(run)]
+    steps = [look.step for look in read_comparisons(run)]
 
-    assert steps == [*range(0, 3 * MOST_LOOKS, 4)]
+    assert steps == [*range(0, 3 * MOST_COMPARISONS, 4)]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from ddp_hpc.launch.submission import local, slurm
 from ddp_hpc.launch.submission.backend import Submission
 from ddp_hpc.launch.submission.removal import delete_run
 from ddp_hpc.launch.submission.request import SubmitRequest
-from ddp_hpc.launch.submission.run_dir_setup import submitting_alone
+from ddp_hpc.launch.submission.run_dir_setup import lock_submission
 from ddp_hpc.launch.submission.submit_checks import capacity
 from ddp_hpc.run.config.resolve import Resolved, flat_spec
 from ddp_hpc.run.run_dir.paths import RunDir
@@ -28,11 +28,11 @@ from tests.unit.fake_slurm import FakeSlurm
 def cluster(_users_part_unchecked: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
     """Have a cluster that takes its time over each job, and calls it 7."""
     cluster = FakeSlurm(tmp_path)
-    cluster.knows_job(state="PENDING", reason="Priority")
+    cluster.knows(state="PENDING", reason="Priority")
     cluster.has("srun", "true")
     cluster.has("sbatch", '[ "$1" = --test-only ] || { sleep 1; echo Submitted batch job 7; }')
     monkeypatch.setenv("PATH", cluster.environ["PATH"])
-    monkeypatch.setattr(capacity, "refuse_private_place", lambda _: None)  # the test's own may be a node's own
+    monkeypatch.setattr(capacity, "refuse_node_local_path", lambda _: None)  # the test's own may be a node's own
     return cluster
 
 
@@ -65,7 +65,7 @@ def test_two_that_submit_a_run_that_was_there_send_one_job(tmp_path: Path, clust
 
 def test_slurm_is_asked_once_whether_it_has_a_job_of_the_run(tmp_path: Path, cluster: FakeSlurm) -> None:
     submit(tmp_path / "runs", cluster)
-    cluster.knows_job(state="CANCELLED")
+    cluster.knows(state="CANCELLED")
     called = tmp_path / "called"
     called.unlink()
 
@@ -83,7 +83,7 @@ def test_who_does_not_get_his_turn_sends_nothing_and_says_so(
     monkeypatch.setattr(slurm, "_SUBMISSION_PATIENCE_S", 0.1)
 
     with (
-        submitting_alone(run, patience_s=60.0),
+        lock_submission(run, patience_s=60.0),
         pytest.raises(RunBusyError, match="Another process has been submitting net"),
     ):
         submit(tmp_path / "runs", cluster)
@@ -98,7 +98,7 @@ def test_a_run_that_is_being_submitted_is_neither_deleted_nor_put_aside(tmp_path
     run.submission.unlink()
 
     with (
-        submitting_alone(run, patience_s=60.0),
+        lock_submission(run, patience_s=60.0),
         pytest.raises(RunBusyError, match="is submitting net at this moment"),
     ):
         delete_run(run, cluster.environ)
@@ -113,7 +113,7 @@ def test_a_run_that_works_here_and_has_recorded_nothing_yet_is_not_sent_to_slurm
 ) -> None:
     submit(tmp_path / "runs", cluster)
     run = RunDir(tmp_path / "runs" / "net")
-    cluster.knows_job(state="CANCELLED")
+    cluster.knows(state="CANCELLED")
     lock_fd = processes.take_lock(run.lock)
     assert lock_fd is not None
 
@@ -134,7 +134,7 @@ def test_a_run_that_goes_to_slurm_while_this_machine_waits_to_start_it_is_not_st
     spec = RunSpec(name="net", runs_dir=str(tmp_path / "runs"))
 
     with ThreadPoolExecutor(1) as pool:
-        with submitting_alone(run, patience_s=0.0):
+        with lock_submission(run, patience_s=0.0):
             waiting = pool.submit(local.submit, request_of(spec, cluster))
             opened = Path("/proc/self/fd")
             while not any(_leads_to(fd, run.submission_lock) for fd in list(opened.iterdir())[1:]):
@@ -159,7 +159,7 @@ def test_the_lock_is_free_after_a_submission_though_a_process_forked_meanwhile_h
     submit(tmp_path / "runs", cluster)
     run = RunDir(tmp_path / "runs" / "net")
 
-    with submitting_alone(run, patience_s=0.0):
+    with lock_submission(run, patience_s=0.0):
         child = os.fork()
         if child == 0:
             signal.pause()
@@ -213,7 +213,7 @@ def test_a_lock_of_a_run_that_was_removed_and_made_anew_is_not_taken_for_the_new
 
     monkeypatch.setattr(processes, "take_lock", removed_meanwhile)
 
-    with pytest.raises(RunBusyError, match="missing now"), submitting_alone(run, patience_s=0.0):
+    with pytest.raises(RunBusyError, match="missing now"), lock_submission(run, patience_s=0.0):
         pass
 
 
@@ -223,7 +223,7 @@ def test_a_file_system_that_numbers_files_anew_at_each_look_lets_a_run_be_submit
     submit(tmp_path / "runs", cluster)
     monkeypatch.setattr(os.path, "samestat", lambda *_: False)
 
-    with submitting_alone(RunDir(tmp_path / "runs" / "net"), patience_s=0.0):
+    with lock_submission(RunDir(tmp_path / "runs" / "net"), patience_s=0.0):
         pass
 
 
@@ -233,7 +233,7 @@ def test_a_new_run_is_locked_from_the_moment_it_is_there_and_goes_where_it_is_no
     request = request_of(RunSpec(name="net", runs_dir=str(tmp_path / "runs")), cluster)
 
     def interrupted(*, is_to_stay: bool) -> None:
-        with submitting_alone(request.run, patience_s=0.0) as claim:
+        with lock_submission(request.run, patience_s=0.0) as claim:
             claim.write(request.resolved)
             claim.is_to_stay = is_to_stay
             assert (claim.is_new, processes.is_locked(request.run.submission_lock)) == (True, True)
@@ -255,7 +255,7 @@ def test_a_run_whose_answer_from_sbatch_was_lost_stays_and_its_job_is_found_agai
     run = RunDir(tmp_path / "runs" / "net")
     if not is_new:
         submit(tmp_path / "runs", cluster)
-        cluster.knows_job(state="CANCELLED")
+        cluster.knows(state="CANCELLED")
     lost = "echo 'sbatch: error: Socket timed out on send/recv operation' >&2; exit 1"
     cluster.has("sbatch", f'[ "$1" = --test-only ] || {{ echo "$1" > {tmp_path}/sent; {lost}; }}')
     with pytest.raises(SlurmUnavailableError, match="asks Slurm first whether it has the job"):
@@ -264,7 +264,7 @@ def test_a_run_whose_answer_from_sbatch_was_lost_stays_and_its_job_is_found_agai
     assert run.config.exists()
 
     cluster.has("squeue", f"""printf '7\\0377\\036\\n8\\037%s\\036\\n' "$(cat {tmp_path}/sent)" """)
-    cluster.knows_job(state="PENDING", reason="Priority")
+    cluster.knows(state="PENDING", reason="Priority")
     again = submit(tmp_path / "runs", cluster)
 
     assert (again.state, again.job_id, len(jobs_sent(cluster))) == ("waiting", "8", sent)
@@ -297,7 +297,7 @@ def test_a_run_that_was_there_is_left_as_it_was_where_slurm_does_not_answer(
     before = run.config.read_text()
 
     def unanswered() -> None:
-        with submitting_alone(run, patience_s=0.0) as claim:
+        with lock_submission(run, patience_s=0.0) as claim:
             claim.write(request.resolved)
             run.snapshot.unlink(missing_ok=True)
             run.snapshot.symlink_to("snapshots/new")

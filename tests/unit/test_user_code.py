@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hpc.run.workload.recipe import code_dir_of, module_in
+from ddp_hpc.run.workload.recipe import code_dir_of, module_path_in
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def code(tmp_path: Path) -> Path:
 )
 def test_the_module_of_a_recipe_is_found_as_python_finds_it(target: str, module: str | None, code: Path) -> None:
     assert code_dir_of(target, [code / "package", code]) == code
-    assert module_in(code, target) == (None if module is None else Path(module))
+    assert module_path_in(code, target) == (None if module is None else Path(module))
 
 
 @pytest.mark.parametrize("target", ["image_classification", "torch.nn:Linear"], ids=["built in", "installed"])

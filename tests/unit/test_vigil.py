@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ddp_hpc.job.monitor import LOOK_S, SILENCE_LAG_S, Monitor
+from ddp_hpc.job.monitor import LAG_BEHIND_WATCHDOG_S, POLL_INTERVAL_S, Monitor
 
 NOW = 1_000_000.0
 LEAD_S = 120.0
@@ -70,7 +70,7 @@ def told_before(end: float) -> list[tuple[float, str]]:
 def test_the_deadline_tells_once_and_ends_who_has_not_left_while_the_job_can_still_go_back() -> None:
     watching = monitor(ends_at=NOW + 600)
 
-    told = looks(watching, every(LOOK_S, 800))
+    told = looks(watching, every(POLL_INTERVAL_S, 800))
 
     assert told == told_before(NOW + 600)
     assert watching.is_out_of_time
@@ -113,14 +113,14 @@ def test_an_end_that_an_administrator_changes_is_seen_now_and_then_and_noted_onc
 
     watching = monitor(ends_at=NOW + 5000, ask_end=ask_end, note_end=noted.append, hang_timeout_s=1e6)
 
-    assert looks(watching, every(LOOK_S, 1000)) == []
+    assert looks(watching, every(POLL_INTERVAL_S, 1000)) == []
     assert (len(asked), noted, watching.ends_at) == (3, [NOW + 9000], NOW + 9000)
 
 
 def test_an_end_that_is_not_known_at_first_is_asked_for() -> None:
     watching = monitor(ends_at=None, ask_end=lambda: NOW + 1000, hang_timeout_s=1e6)
 
-    assert looks(watching, every(LOOK_S, 1200)) == told_before(NOW + 1000)
+    assert looks(watching, every(POLL_INTERVAL_S, 1200)) == told_before(NOW + 1000)
 
 
 # --- told too early --------------------------------------------------------------------------------------------------
@@ -137,7 +137,7 @@ def test_what_slurm_said_before_they_could_hear_is_asked_for_once_they_can(is_pr
     first_sign = tmp_path / "rank-0.log"
     watching = monitor(first_sign=first_sign, ask_preempted=ask_preempted)
 
-    before = looks(watching, every(LOOK_S, 60))
+    before = looks(watching, every(POLL_INTERVAL_S, 60))
     first_sign.touch()
     after = looks(watching, [NOW + 65, NOW + 70, NOW + 75])
 
@@ -151,7 +151,7 @@ def test_workers_that_were_told_already_need_no_question(tmp_path: Path) -> None
     watching = monitor(first_sign=first_sign, ask_preempted=lambda: pytest.fail("asked"))
 
     assert watching.next_action(signal.SIGTERM, NOW) == "stop"
-    assert looks(watching, every(LOOK_S, 60)) == []
+    assert looks(watching, every(POLL_INTERVAL_S, 60)) == []
 
 
 # --- deadlines that move ---------------------------------------------------------------------------------------------
@@ -160,7 +160,7 @@ def test_workers_that_were_told_already_need_no_question(tmp_path: Path) -> None
 def test_without_a_limit_there_is_no_last_minute() -> None:
     watching = monitor(signs_of_life=())
 
-    assert looks(watching, every(LOOK_S, HANG_S)) == []
+    assert looks(watching, every(POLL_INTERVAL_S, HANG_S)) == []
     assert not watching.is_out_of_time
 
 
@@ -180,7 +180,7 @@ def test_somebody_may_have_given_the_job_more_time() -> None:
 
     watching = monitor(ends_at=NOW + 600, ask_end=ask_end, hang_timeout_s=1e6)
 
-    told = looks(watching, every(LOOK_S, 1200))
+    told = looks(watching, every(POLL_INTERVAL_S, 1200))
 
     assert told == [(NOW + 1200 - LEAD_S, "stop"), (NOW + 1100 - RESERVE_S, "end")]
     assert len(asked) == 4  # once a deadline, not at every look
@@ -190,13 +190,13 @@ def test_somebody_may_have_given_the_job_more_time() -> None:
 def test_where_nobody_has_or_knows_the_deadline_stands(answer: float | None) -> None:
     watching = monitor(ends_at=NOW + 600, ask_end=lambda: answer)
 
-    assert looks(watching, every(LOOK_S, 600)) == told_before(NOW + 600)
+    assert looks(watching, every(POLL_INTERVAL_S, 600)) == told_before(NOW + 600)
 
 
 def test_a_limit_taken_away_is_known_once_the_old_one_is_near() -> None:
     watching = monitor(ends_at=NOW + 600, ask_end=lambda: NOW + 365 * 86_400, hang_timeout_s=1e6)
 
-    assert looks(watching, every(LOOK_S, 2000)) == []
+    assert looks(watching, every(POLL_INTERVAL_S, 2000)) == []
 
 
 # --- patience --------------------------------------------------------------------------------------------------------
@@ -204,7 +204,14 @@ def test_a_limit_taken_away_is_known_once_the_old_one_is_near() -> None:
 
 @pytest.mark.parametrize(
     ("ends_in_s", "patience_s"),
-    [(None, LOOK_S), (1e9, LOOK_S), (LEAD_S + LOOK_S, LOOK_S), (LEAD_S + 2, 2.0), (LEAD_S, 0.0), (0.0, 0.0)],
+    [
+        (None, POLL_INTERVAL_S),
+        (1e9, POLL_INTERVAL_S),
+        (LEAD_S + POLL_INTERVAL_S, POLL_INTERVAL_S),
+        (LEAD_S + 2, 2.0),
+        (LEAD_S, 0.0),
+        (0.0, 0.0),
+    ],
 )
 def test_the_next_look_is_soon_and_never_after_the_deadline(ends_in_s: float | None, patience_s: float) -> None:
     watching = monitor(ends_at=None if ends_in_s is None else NOW + ends_in_s)
@@ -216,12 +223,12 @@ def test_once_the_deadline_is_told_looks_are_rare_again() -> None:
     watching = monitor(ends_at=NOW)
     watching.next_action(None, NOW)
 
-    assert watching.patience_s(NOW) == LOOK_S
+    assert watching.patience_s(NOW) == POLL_INTERVAL_S
 
 
 # --- silence ---------------------------------------------------------------------------------------------------------
 
-SILENT_FOR_S = HANG_S + SILENCE_LAG_S
+SILENT_FOR_S = HANG_S + LAG_BEHIND_WATCHDOG_S
 
 
 def write(path: Path, at: float) -> None:
@@ -236,9 +243,9 @@ def test_a_silence_ends_the_workers_once_and_later_than_their_own_watchdogs(has_
         write(sign, NOW - 1e6)  # how old it is does not matter, only that nothing new comes
     watching = monitor(signs_of_life=(sign, tmp_path / "missing"))
 
-    told = looks(watching, every(LOOK_S, 3 * SILENT_FOR_S))
+    told = looks(watching, every(POLL_INTERVAL_S, 3 * SILENT_FOR_S))
 
-    assert told == [(NOW + SILENT_FOR_S + LOOK_S, "end")]
+    assert told == [(NOW + SILENT_FOR_S + POLL_INTERVAL_S, "end")]
     assert watching.is_unresponsive
 
 
@@ -248,7 +255,7 @@ def test_any_sign_of_life_breaks_the_silence(which: int, tmp_path: Path) -> None
     watching = monitor(signs_of_life=signs)
 
     told = []
-    for moment in every(LOOK_S, 3 * SILENT_FOR_S):
+    for moment in every(POLL_INTERVAL_S, 3 * SILENT_FOR_S):
         if (moment - NOW) % (HANG_S / 2) == 0:
             write(signs[which], moment)
         told += looks(watching, [moment])
@@ -262,7 +269,7 @@ def test_a_sign_of_life_that_another_nodes_clock_puts_into_the_past_counts(tmp_p
     watching = monitor(signs_of_life=(sign,))
 
     told = []
-    for moment in every(LOOK_S, 3 * SILENT_FOR_S):
+    for moment in every(POLL_INTERVAL_S, 3 * SILENT_FOR_S):
         if (moment - NOW) % (HANG_S / 2) == 0:
             write(sign, moment - 86_400)
         told += looks(watching, [moment])
@@ -272,19 +279,19 @@ def test_a_sign_of_life_that_another_nodes_clock_puts_into_the_past_counts(tmp_p
 
 def test_the_hours_in_which_the_machine_slept_are_no_silence(tmp_path: Path) -> None:
     watching = monitor(signs_of_life=(tmp_path / "progress.json",))
-    before = every(LOOK_S, 600)
+    before = every(POLL_INTERVAL_S, 600)
     woken = before[-1] + 8 * 3600
 
-    told = looks(watching, [*before, woken, *(woken + LOOK_S * number for number in range(1, 20))])
+    told = looks(watching, [*before, woken, *(woken + POLL_INTERVAL_S * number for number in range(1, 20))])
 
     assert told == []
 
 
 def test_a_clock_that_is_set_back_is_no_silence_and_stops_no_count(tmp_path: Path) -> None:
     watching = monitor(signs_of_life=(tmp_path / "progress.json",))
-    before = every(LOOK_S, 600)
+    before = every(POLL_INTERVAL_S, 600)
 
-    told = looks(watching, [*before, *every(LOOK_S, 600)])
+    told = looks(watching, [*before, *every(POLL_INTERVAL_S, 600)])
 
     assert [deed for _, deed in told] == ["end"]
 
@@ -304,10 +311,13 @@ def test_a_sign_that_is_dated_ahead_allows_silence_until_then(tmp_path: Path) ->
     sign.touch()
     os.utime(sign, (until, until))
 
-    told = looks(monitor(signs_of_life=(sign,)), every(LOOK_S, 1800 + HANG_S + SILENCE_LAG_S + 3 * LOOK_S))
+    told = looks(
+        monitor(signs_of_life=(sign,)),
+        every(POLL_INTERVAL_S, 1800 + HANG_S + LAG_BEHIND_WATCHDOG_S + 3 * POLL_INTERVAL_S),
+    )
 
     assert [deed for _, deed in told] == ["end"]
-    assert told[0][0] >= until + HANG_S + SILENCE_LAG_S
+    assert told[0][0] >= until + HANG_S + LAG_BEHIND_WATCHDOG_S
 
 
 @pytest.mark.parametrize(("asleep_s", "is_seen"), [(HANG_S + 1, True), (HANG_S / 2, False)])
@@ -316,9 +326,9 @@ def test_a_job_that_was_suspended_for_longer_than_a_hang_is_told_from_one_that_h
 ) -> None:
     watching = monitor()
 
-    told = looks(watching, [NOW, NOW + LOOK_S, NOW + LOOK_S + asleep_s])
-    woken = NOW + LOOK_S + asleep_s
+    told = looks(watching, [NOW, NOW + POLL_INTERVAL_S, NOW + POLL_INTERVAL_S + asleep_s])
+    woken = NOW + POLL_INTERVAL_S + asleep_s
 
     assert told == []
     assert watching.was_just_suspended(woken + 10) is is_seen
-    assert not watching.was_just_suspended(woken + 10 * SILENCE_LAG_S)  # a hang from then on is one
+    assert not watching.was_just_suspended(woken + 10 * LAG_BEHIND_WATCHDOG_S)  # a hang from then on is one

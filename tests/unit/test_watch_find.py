@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ddp_hpc.base.errors import RunNotFoundError
-from ddp_hpc.cli.runs import typed_word
+from ddp_hpc.cli.runs import typed_name
 from ddp_hpc.run.run_dir.ledger import record_start
 from ddp_hpc.watch.find import find_run, list_runs, newest_run
 from tests.made_run import add_attempt, make_run
@@ -85,7 +85,7 @@ def test_a_point_of_a_sweep_is_found_by_its_name_its_number_and_its_job(word: st
     found = find_run(word, Path("runs"))
 
     assert found.path == Path("runs/grid").absolute() / name
-    assert typed_word(found, {}) == f"grid/{name}"
+    assert typed_name(found, {}) == f"grid/{name}"
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from pathlib import Path
 from ddp_hpc.base import processes
 from ddp_hpc.run.run_dir.ledger import End, Ending, record_end
 from ddp_hpc.run.run_dir.poll_files import Tail
-from ddp_hpc.run.run_dir.records import Progress, numbers_of_line, write_progress
+from ddp_hpc.run.run_dir.records import Progress, metrics_of_line, write_progress
 from ddp_hpc.watch.follow import follow
 from tests.made_run import add_attempt, add_log, add_metrics, add_progress, make_run
 
@@ -102,6 +102,6 @@ def test_a_torn_last_line_of_the_metrics_is_passed_over(tmp_path: Path) -> None:
     with run.metrics.open("a") as file:
         file.write('{"kind": "eval", "st')
 
-    (line,) = Tail(run.metrics).new_lines()
+    (line,) = Tail(run.metrics).new_records()
 
-    assert numbers_of_line(line) == {"loss": 0.5, "accuracy": 0.9}
+    assert metrics_of_line(line) == {"loss": 0.5, "accuracy": 0.9}

@@ -15,7 +15,7 @@ from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.timeline import Mark, as_line, read_marks
 from ddp_hpc.run.spec.training import CheckpointSpec
 from ddp_hpc.watch.attempt_times import KINDS, read_times
-from ddp_hpc.watch.goodput import measured_cost, newest_interval
+from ddp_hpc.watch.goodput import measured_cost_share, newest_interval
 from ddp_hpc.watch.report.notes import notes_of
 from ddp_hpc.watch.report.page import view_of
 from ddp_hpc.watch.report.reading import read_run
@@ -54,7 +54,7 @@ def test_status_shows_what_saves_should_cost_beside_what_they_have_cost(
     assert main(["status", str(run.path), "--json"]) == 0
     record = json.loads(capsys.readouterr().out)["save_interval"]
 
-    cost = measured_cost(read_times(run, now=0.0, is_alive=False))
+    cost = measured_cost_share(read_times(run, now=0.0, is_alive=False))
     assert cost is not None
     assert (
         f"saves       every 340 steps (about 9 min): saves and failures take 1.2% of the time by estimate, and have taken {cost:.1%}; a save stops training for 1.2 s, a start "
@@ -69,8 +69,8 @@ def test_what_saves_have_cost_is_saving_losing_and_starting_after_a_failure(tmp_
     times = read_times(failed_once(tmp_path / "run"), now=0.0, is_alive=False)
 
     spent = 40.0 + sum(one.seconds["saving"] + one.seconds["lost"] for one in times)  # the first start is no part of it
-    assert measured_cost(times) == pytest.approx(spent / (spent + sum(one.seconds["training"] for one in times)))
-    assert measured_cost([]) is None
+    assert measured_cost_share(times) == pytest.approx(spent / (spent + sum(one.seconds["training"] for one in times)))
+    assert measured_cost_share([]) is None
 
 
 @pytest.mark.parametrize("damaged", [{}, {"every_steps": 5.0}, {**CHOICE, "every_steps": "many"}])

@@ -14,15 +14,7 @@ from ddp_hpc.run.run_dir.ledger import Attempt, Ending, Next
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import Progress, QueuedJob, write_queued_job
 from ddp_hpc.watch.queue import QueueStatus
-from ddp_hpc.watch.status import (
-    _BY_SLURM,
-    SLURM_SILENCE_S,
-    Observation,
-    State,
-    _needs_slurm,
-    read_status,
-    status_of,
-)
+from ddp_hpc.watch.status import _BY_SLURM, SLURM_SILENCE_S, Observation, State, _needs_slurm, read_status, status_of
 from tests.made_run import add_progress, changed, made_attempt, make_run, progress
 
 RUN = RunDir(Path("runs/digits"))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ddp_hpc.base import exit_codes
-from ddp_hpc.run.run_dir.failure_reports import allowed_phase, first_failure
+from ddp_hpc.run.run_dir.failure_reports import announced_phase, first_failure
 from tests.made_run import make_run
 
 PATIENCE_S = 100.0
@@ -235,4 +235,4 @@ def test_a_recipe_that_takes_longer_to_build_than_a_step_may_is_no_hang(tmp_path
     assert "it is built" in run.rank_log(0, 0).read_text()
     failure = first_failure(run, 0)
     assert failure is not None
-    assert (failure.phase, failure.is_input_error, allowed_phase(run, 0)) == ("building", True, "building")
+    assert (failure.phase, failure.is_input_error, announced_phase(run, 0)) == ("building", True, "building")

@@ -11,12 +11,7 @@ import pytest
 import ddp_hpc
 from ddp_hpc.cli import VERBS
 from ddp_hpc.run.config.keys import all_keys
-from ddp_hpc.watch.why.signatures import (
-    REGISTRY,
-    is_advice,
-    match_exception,
-    match_line,
-)
+from ddp_hpc.watch.why.signatures import REGISTRY, is_advice, match_exception, match_line
 from tests.failure_texts import TEXTS
 
 DOCUMENT = Path(ddp_hpc.__file__).parents[1] / "docs/troubleshooting.md"

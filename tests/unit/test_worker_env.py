@@ -12,16 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hpc.base.private_cache import private_cache
+from ddp_hpc.base.private_cache import private_cache_dir
 from ddp_hpc.cluster.rendezvous.worker_env import (
     CPUS_BEFORE,
-    GIVEN,
+    GIVEN_VARIABLE,
     PROBE_FOLDER,
     PROBES_ITSELF,
     RANKS,
-    TABLE,
+    TABLE_VARIABLE,
     USERS_CODE,
-    Fact,
+    Sourced,
     WorkerEnv,
     endpoint_of_run,
     keep_users_values,
@@ -30,7 +30,7 @@ from ddp_hpc.cluster.rendezvous.worker_env import (
     node_variables,
     probe_variables,
     ranks_by_shape,
-    recorded,
+    read_worker_env,
     threads,
     users_environ,
     with_undo_record,
@@ -45,8 +45,8 @@ from tests.unit.held_signals import signals_held_back
 from tests.unit.made_network import batch, task
 from tests.unit.test_agent import await_news
 
-NO_ROUTE = Fact(rule="this node has no route to 10.0.0.1")
-IB0 = Fact(value="ib0", source="routing table", rule="the interface of this node on the route to 10.0.0.1")
+NO_ROUTE = Sourced(rule="this node has no route to 10.0.0.1")
+IB0 = Sourced(value="ib0", source="routing table", rule="the interface of this node on the route to 10.0.0.1")
 ALL_NAMES = {
     *RANKS, "MASTER_ADDR", "MASTER_PORT", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS",
     "CUBLAS_WORKSPACE_CONFIG", "PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHINDUCTOR_CACHE_DIR", "RES_OPTIONS", "PYTHONPATH",
@@ -59,7 +59,7 @@ FACTS = {
 }
 
 
-def made(*, interface: Fact = IB0, environ: Mapping[str, str] | None = None) -> WorkerEnv:
+def made(*, interface: Sourced = IB0, environ: Mapping[str, str] | None = None) -> WorkerEnv:
     """Return the table of the second worker on the second of three nodes with two each."""
     facts = {**FACTS, **node_variables(interface, threads(8, 2, source="Slurm"))}
     return launched_worker_env("an agent", facts, {"PYTHONPATH": "/run/snapshot", **(environ or {})}, ["/run/snapshot"])
@@ -78,7 +78,7 @@ ROWS = [
     ("OMP_NUM_THREADS", "4", "Slurm", "CPUs here: 8, workers: 2"),
     ("CUBLAS_WORKSPACE_CONFIG", ":4096:8", "ddp-hpc", "train.deterministic"),
     ("PYTORCH_NVML_BASED_CUDA_CHECK", "1", "ddp-hpc", "must not be initialised before"),
-    ("TORCHINDUCTOR_CACHE_DIR", f"{private_cache()}/inductor", "ddp-hpc", "a directory that only you can enter"),
+    ("TORCHINDUCTOR_CACHE_DIR", f"{private_cache_dir()}/inductor", "ddp-hpc", "a directory that only you can enter"),
     ("RES_OPTIONS", "timeout:1 attempts:3", "ddp-hpc", "reverse DNS"),
     ("PYTHONPATH", "/run/snapshot", "ddp-hpc", "the user's code"),
 ]
@@ -207,14 +207,14 @@ def test_workers_compute_with_no_more_threads_than_they_have_cpus(
 def test_a_worker_can_be_asked_for_the_table_it_was_started_with() -> None:
     table = made(environ={"OMP_NUM_THREADS": "7"})
 
-    assert recorded({"OMP_NUM_THREADS": "7", **table.environ}) == table
-    assert recorded({"RANK": "3"}) is None
+    assert read_worker_env({"OMP_NUM_THREADS": "7", **table.environ}) == table
+    assert read_worker_env({"RANK": "3"}) is None
 
 
 def test_a_variable_that_the_worker_has_changed_is_shown_as_it_is_now() -> None:
     table = made()
 
-    found = recorded({**table.environ, "OMP_NUM_THREADS": "16"})
+    found = read_worker_env({**table.environ, "OMP_NUM_THREADS": "16"})
 
     assert found is not None
     assert found.value("OMP_NUM_THREADS") == "16"
@@ -245,7 +245,7 @@ def test_a_run_that_a_rank_submits_gets_nothing_that_the_rank_was_given() -> Non
 
     assert users_environ({**environ, "OMP_NUM_THREADS": "17"}) == {**users, "OMP_NUM_THREADS": "17"}
     assert users_environ(users) == users
-    assert users_environ({**users, GIVEN: "{", TABLE: "{"}) == users
+    assert users_environ({**users, GIVEN_VARIABLE: "{", TABLE_VARIABLE: "{"}) == users
 
 
 # --- what each launcher's workers find ---------------------------------------------------------------------------------
@@ -274,7 +274,7 @@ NOBODYS = {
     "LINES",
     "PYTHONSAFEPATH",
     USERS_CODE,
-    GIVEN,
+    GIVEN_VARIABLE,
     CPUS_BEFORE,
     PROBE_FOLDER,
     PROBES_ITSELF,
@@ -365,9 +365,11 @@ def test_workers_find_what_their_table_says_and_nothing_else_of_ours(
 
     for rank in range(2):
         found = json.loads((run.path.parent / "code" / f"rank-{rank}.json").read_text())
-        table = recorded(found)
+        table = read_worker_env(found)
         assert table is not None
-        carried = json.loads(found[TABLE])["variables"]  # as the launcher wrote it; the recipe sets RES_OPTIONS
+        carried = json.loads(found[TABLE_VARIABLE])[
+            "variables"
+        ]  # as the launcher wrote it; the recipe sets RES_OPTIONS
         differ = {name for name, row in carried.items() if found.get(name) != row[0]}
         assert differ <= {"RES_OPTIONS"}
         slurms = {name for name in table.variables if name.startswith("SLURM_")}
@@ -383,9 +385,9 @@ def test_workers_find_what_their_table_says_and_nothing_else_of_ours(
         users = {name for name, fact in table.variables.items() if fact.source == "environment"}
         assert users == {"RES_OPTIONS", "CUBLAS_WORKSPACE_CONFIG"}
         new = {name for name in found.keys() - environ.keys() if not name.startswith(TORCHRUNS)}
-        assert new - NOBODYS == {*table.given, "RES_OPTIONS", TABLE} - (slurms & environ.keys())
+        assert new - NOBODYS == {*table.given, "RES_OPTIONS", TABLE_VARIABLE} - (slurms & environ.keys())
 
 
 @pytest.mark.parametrize("text", ["", "{", "null", "[]", '{"process": "x", "variables": {"RANK": []}}'])
 def test_a_table_that_somebody_has_cut_is_none(text: str) -> None:
-    assert recorded({TABLE: text}) is None
+    assert read_worker_env({TABLE_VARIABLE: text}) is None

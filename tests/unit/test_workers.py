@@ -25,7 +25,7 @@ from tests.unit.held_signals import signals_held_back
 
 FINISHED, STOPPED, FAILED = exit_codes.FINISHED, exit_codes.STOPPED, exit_codes.FAILED
 REFUSED, FENCED, PORT_TAKEN = exit_codes.REFUSED, exit_codes.FENCED, exit_codes.PORT_TAKEN
-STOPPED_EARLY = exit_codes.STOPPED_EARLY
+STOPPED_EARLY = exit_codes.STOPPED_BEFORE_START
 PATIENCE_S = 60.0
 SOON_S = 0.3
 """How long those who are told to leave are given, where a test is about those who do not."""

@@ -11,9 +11,9 @@ import random
 from collections.abc import Mapping
 
 from ddp_hpc.base.exit_codes import FAILED, FINISHED, REFUSED
-from ddp_hpc.base.processes import ended_by_signals
+from ddp_hpc.base.processes import signals_as_ctrl_c
 from ddp_hpc.cli.runs import add_flag, add_run_argument, chosen_own_run, positive_int
-from ddp_hpc.cli.verbs.replay import add_code_option, print_note, print_report, raise_not_computed
+from ddp_hpc.cli.verbs.replay import add_code_option, print_note, print_report, raise_not_replayed
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,9 +38,9 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     from ddp_hpc.prove.replay.history import read_history
 
     seed = random.SystemRandom().randrange(2**31) if args.seed is None else args.seed
-    with raise_not_computed():
+    with raise_not_replayed():
         history = read_history(chosen_own_run(args, environment))
-    with ended_by_signals(), raise_not_computed():
+    with signals_as_ctrl_c(), raise_not_replayed():
         report = audit(history, environment, number=args.segments, seed=seed, code=args.code, say=print_note)
     print_report(report, audit_text(report), is_json=args.json)
     return {"PASS": FINISHED, "FAIL": FAILED, "UNKNOWN": REFUSED}[report.verdict]

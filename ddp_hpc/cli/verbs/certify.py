@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ddp_hpc.prove.certify.certificate import Certificate, Certification
 
 SEED_BOUND = 1 << 20
-ON_A_NODE = "srun --nodes=1 --ntasks=1 --cpus-per-task=8 ddp-hpc certify ..."
+SRUN_EXAMPLE = "srun --nodes=1 --ntasks=1 --cpus-per-task=8 ddp-hpc certify ..."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -75,13 +75,13 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     def show(text: str) -> None:
         print(text, file=out, flush=True)
 
-    with processes.ended_by_signals():
+    with processes.signals_as_ctrl_c():
         environment, note = without_ended_job(environment)
         if note:
             show(note)
         asked = _make_certification(args, environment, lambda text: show(f"... {text}"))
         if shutil.which("srun", path=environment.get("PATH", "")) and not is_in_job(environment):
-            show(f"... all runs take place on this machine; to have them on a compute node: `{ON_A_NODE}`")
+            show(f"... all runs take place on this machine; to have them on a compute node: `{SRUN_EXAMPLE}`")
         show(f"... random seed {asked.seed}, runs in {asked.folder}")
         certificate = asked.certify(lambda one: show(f"    {one.words}{f' ({one.reason})' if one.reason else ''}"))
         text = as_json(asdict(certificate) | {"is_good": certificate.is_good})
@@ -95,7 +95,7 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
 def _make_certification(
     args: argparse.Namespace, environment: Mapping[str, str], say: Callable[[str], None]
 ) -> Certification:
-    from ddp_hpc.prove.certify.certificate import Certification, ranks_of
+    from ddp_hpc.prove.certify.certificate import Certification, rank_settings
     from ddp_hpc.prove.certify.faults import FAULTS
     from ddp_hpc.run.config.resolve import resolve
     from ddp_hpc.run.spec.script import parse_program
@@ -109,7 +109,7 @@ def _make_certification(
     if args.patience <= 0:
         raise ConfigError(f"`--patience` is {args.patience:g}, but it must be more than 0 seconds.")
     runs_dir = chosen_runs_dir(args.runs_dir, environment).absolute()
-    words = [*args.settings, *ranks_of(args.settings), *runs_dir_setting(runs_dir)]
+    words = [*args.settings, *rank_settings(args.settings), *runs_dir_setting(runs_dir)]
     resolved = resolve(None, words, environment, site=args.site, is_for_slurm=False, command=args.command)
     if resolved.spec.resources.nodes > 1:
         raise ConfigError(
@@ -144,7 +144,7 @@ def as_text(certificate: Certificate) -> str:
     does = f"undisturbed: {certificate.seconds:g} s, {counted}; saves {files or 'nothing'}"
     rows, as_for = [], {"": ""}
     for one in certificate.findings:
-        rows.append((one.fault, one.words, one.read_words, as_for.get(one.reason, one.reason)))
+        rows.append((one.fault, one.words, one.read_back_text, as_for.get(one.reason, one.reason)))
         as_for.setdefault(one.reason, f"as for {one.fault}")
     lines = ["", shlex.join(certificate.command), does, *(f"note: {note}" for note in certificate.notes), ""]
     lines += [table(("FAULT", "VERDICT", "READ BACK", "REASON"), rows)]

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
 from ddp_hpc.base.exit_codes import FAILED, FINISHED
-from ddp_hpc.cli.formatting import as_json, duration, numbers, or_dash, size, table
+from ddp_hpc.cli.formatting import as_json, duration, named_numbers, or_dash, size, table
 from ddp_hpc.cli.runs import add_flag, add_run_argument, chosen_run
 from ddp_hpc.watch.checkpoints import CheckpointInfo, choose_step, digest, list_checkpoints
 
@@ -51,7 +51,7 @@ def _as_table(infos: Sequence[CheckpointInfo], *, verified: bool) -> str:
             size(info.num_bytes),
             or_dash(info.world_size),
             duration(None if info.committed_at is None else now - info.committed_at),
-            or_dash(numbers(info.metrics)),
+            or_dash(named_numbers(info.metrics)),
             f"no: {info.problem}" if info.problem else "yes" if verified else "not checked (add --verify)",
         )
         for info in infos

@@ -19,7 +19,7 @@ from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.base.exit_codes import FAILED, FINISHED
 from ddp_hpc.cli.formatting import as_json, table
 from ddp_hpc.cli.runs import add_flag, add_site_option
-from ddp_hpc.cli.verbs.submit import split_config
+from ddp_hpc.cli.verbs.submit import split_config_words
 
 if TYPE_CHECKING:
     from ddp_hpc.watch.diagnose.image_probe import ImageFindings
@@ -75,7 +75,7 @@ def _check(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     from ddp_hpc.run.config.resolve import resolve
     from ddp_hpc.watch.diagnose.image_probe import check_image
 
-    path, settings = split_config([args.what, *args.settings])
+    path, settings = split_config_words([args.what, *args.settings])
     spec = resolve(path, settings, environment, site=args.site).spec
     found = check_image(spec, work_dir=Path.cwd(), environ=environment)
     print(as_json(asdict(found)) if args.json else _as_text(found))

@@ -61,7 +61,7 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     why_not = login.why_no_job(site, findings) if args.nodes is not None else ""
     if args.nodes is not None and not why_not:
         try:
-            found = on_nodes.check(
+            found = on_nodes.check_nodes(
                 resolved.spec,
                 args.nodes,
                 environment,

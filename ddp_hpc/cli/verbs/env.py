@@ -51,16 +51,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     """Print them."""
     if args.action == "capture":
-        return _capture(args, environment)
-    from ddp_hpc.cluster.rendezvous.worker_env import recorded
+        return _show_software(args, environment)
+    from ddp_hpc.cluster.rendezvous.worker_env import read_worker_env
     from ddp_hpc.cluster.slurm.own_job import without_ended_job
 
-    found = recorded(environment)
+    found = read_worker_env(environment)
     if found is None:
         environment, note = without_ended_job(environment)
         if note:
             print(note, file=sys.stderr)
-        found = _own_worker_env(environment)
+        found = _derive_worker_env(environment)
     if args.json:
         rows = [
             {"name": name, **asdict(fact), "refused": [{"name": one, "why": why} for one, why in fact.refused.items()]}
@@ -70,26 +70,26 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     elif args.export:
         _print_exports(found)
     else:
-        _print_reasons(found)
+        _print_variables(found)
     return 0
 
 
-def _own_worker_env(environment: Mapping[str, str]) -> WorkerEnv:
+def _derive_worker_env(environment: Mapping[str, str]) -> WorkerEnv:
     """Return the variables of a process that a launcher of another program has started, or of Slurm's, which are derived."""
     from ddp_hpc.cli.verbs.join import first_pbs_node
     from ddp_hpc.cluster.rendezvous.address import this_host
     from ddp_hpc.cluster.rendezvous.derive_env import derive
-    from ddp_hpc.cluster.rendezvous.launchers import SRUN, find_place, recognise, variables_of
+    from ddp_hpc.cluster.rendezvous.launchers import SRUN, find_place, recognise, worker_env_of
     from ddp_hpc.cluster.slurm.allocation import read_allocation
 
     allocation, host, place = read_allocation(environment), this_host(), None
     if recognise(environment, allocation) is not SRUN:
         place = find_place(environment, allocation, host, first_node=first_pbs_node(environment))
-    return derive(environment, allocation, host) if place is None else variables_of(place, environment, host)
+    return derive(environment, allocation, host) if place is None else worker_env_of(place, environment, host)
 
 
-def _capture(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
-    from ddp_hpc.run.run_dir.software_versions import differences, environment_here, newest_environment
+def _show_software(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
+    from ddp_hpc.run.run_dir.software_versions import change_texts, environment_here, newest_environment
 
     if args.export:
         raise ConfigError(
@@ -97,7 +97,7 @@ def _capture(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
         )
     here = environment_here(environment)
     if args.run is None:
-        print(as_json(asdict(here)) if args.json else _facts_text(here))
+        print(as_json(asdict(here)) if args.json else _software_text(here))
         return 0
     run_dir = chosen_run(args, environment)
     newest = newest_environment(run_dir)
@@ -106,11 +106,11 @@ def _capture(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
             f"{run_dir.name} has not recorded its environment yet, because its workers have not started. Try again when they have."
         )
     attempt, used = newest
-    changed = list(differences(used, here))
+    changed = list(change_texts(used, here))
     if args.json:
         print(as_json({"attempt": attempt, "environment": asdict(used), "differs_here": changed}))
     else:
-        print(f"{run_dir.name}, attempt {attempt}, as recorded when its workers started\n\n{_facts_text(used)}\n")
+        print(f"{run_dir.name}, attempt {attempt}, as recorded when its workers started\n\n{_software_text(used)}\n")
         if changed:
             print(f"different on this host now (attempt {attempt} -> this host):", *changed, _DIFFERENCE_HINT, sep="\n")
         else:
@@ -118,7 +118,7 @@ def _capture(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     return 0
 
 
-def _facts_text(found: Environment) -> str:
+def _software_text(found: Environment) -> str:
     rows: list[tuple[str, str]] = []
     for name, value in asdict(found).items():
         if isinstance(value, dict):
@@ -142,7 +142,7 @@ def _print_exports(found: WorkerEnv) -> None:
             )
 
 
-def _print_reasons(found: WorkerEnv) -> None:
+def _print_variables(found: WorkerEnv) -> None:
     print(f"{found.process}\n")
     rows = [(name, or_dash(fact.value), fact.source, fact.rule) for name, fact in found.variables.items()]
     print(table(("NAME", "VALUE", "SOURCE", "WHY"), rows))

@@ -58,7 +58,7 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     environment, note = without_ended_job(environment)
     if note:
         print(note, file=sys.stderr)
-    environ = _with_options(args, environment)
+    environ = _environ_with_options(args, environment)
     first_node = first_pbs_node(environ)
     # In a task of srun, too, the user's word counts.
     allocation = read_allocation(environ) if args.nnodes is None else None
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     os.execve(sys.executable, [sys.executable, *argv], {"PYTHONSAFEPATH": "ddp_hpc", **environ})  # noqa: S606  no shell is needed
 
 
-def _with_options(args: argparse.Namespace, environment: Mapping[str, str]) -> dict[str, str]:
+def _environ_with_options(args: argparse.Namespace, environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment, with the options that name a place by hand."""
     given = {name: value for name in _PLACE_OPTIONS if (value := getattr(args, name)) is not None}
     if not given:

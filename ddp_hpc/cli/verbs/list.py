@@ -14,17 +14,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ddp_hpc.base.discretion import as_shown
+from ddp_hpc.base.discretion import value_or_hidden
 from ddp_hpc.base.errors import ConfigError, UnreadableError
 from ddp_hpc.base.leftovers import remove_leftovers
-from ddp_hpc.cli.formatting import as_json, duration, number, numbers, or_dash, table
+from ddp_hpc.cli.formatting import as_json, duration, named_numbers, number, or_dash, table
 from ddp_hpc.cli.runs import add_flag, add_runs_dir_option, chosen_runs_dir, slurm_asker
 from ddp_hpc.cli.status_text import last_save_text, steps_text
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.watch.find import scan_runs
 from ddp_hpc.watch.status import RunStatus, read_status
 
-SPENT_COLUMNS = ("NODE TIME", "GOODPUT")
+GOODPUT_COLUMNS = ("NODE TIME", "GOODPUT")
 HEADER = ("RUN", "STATE", "STEP", "LOSS", "EVALUATION", "CHECKPOINT", "ATTEMPT", "AGE")
 
 
@@ -87,8 +87,8 @@ def _print_runs(args: argparse.Namespace, runs_dir: Path, environment: Mapping[s
         )
     differing: list[dict[str, Any]] = []
     if args.filter or args.sort or args.keys or args.reverse:
-        statuses, differing = _find_runs(statuses, args)
-    spent = _spent_cells(statuses) if args.goodput else []
+        statuses, differing = _selected(statuses, args)
+    spent = _goodput_cells(statuses) if args.goodput else []
     if args.json:
         records = [asdict(status) for status in statuses]
         for number, record in enumerate(records):
@@ -101,7 +101,7 @@ def _print_runs(args: argparse.Namespace, runs_dir: Path, environment: Mapping[s
             (*_row(status), *(spent[number][0] if spent else ()), *(or_dash(differing[number][name]) for name in names))
             for number, status in enumerate(statuses)
         ]
-        print(table((*HEADER, *(SPENT_COLUMNS if spent else ()), *names), rows))
+        print(table((*HEADER, *(GOODPUT_COLUMNS if spent else ()), *names), rows))
         _print_reasons(statuses)
     else:
         such = f" with {' and '.join(args.filter)}" if args.filter else " outside of sweeps" if sweeps else ""
@@ -109,11 +109,11 @@ def _print_runs(args: argparse.Namespace, runs_dir: Path, environment: Mapping[s
     return 0
 
 
-def _spent_cells(statuses: Sequence[RunStatus]) -> list[tuple[tuple[str, str], Mapping[str, Any] | None]]:
+def _goodput_cells(statuses: Sequence[RunStatus]) -> list[tuple[tuple[str, str], Mapping[str, Any] | None]]:
     """Return the columns of `--goodput` for each run, and what `--json` prints of it."""
-    from ddp_hpc.cli.details import goodput_columns, node_time  # late: only `--goodput` needs it
+    from ddp_hpc.cli.details import goodput_and_saves, goodput_columns  # late: only `--goodput` needs it
 
-    found = (node_time(RunDir(Path(one.path)), one, now=time.time())[0] for one in statuses)
+    found = (goodput_and_saves(RunDir(Path(one.path)), one, now=time.time())[0] for one in statuses)
     return [(goodput_columns(one), None if one is None else asdict(one)) for one in found]
 
 
@@ -126,7 +126,7 @@ def _print_reasons(statuses: Sequence[RunStatus]) -> None:
             print(f"{status.run}: {status.why_last or f'`{status.entity}` failed'}", file=sys.stderr)
 
 
-def _find_runs(statuses: Sequence[RunStatus], args: argparse.Namespace) -> tuple[list[RunStatus], list[dict[str, Any]]]:
+def _selected(statuses: Sequence[RunStatus], args: argparse.Namespace) -> tuple[list[RunStatus], list[dict[str, Any]]]:
     """Return the runs that match the filters, sorted as the user asks, each with its values of the keys that differ."""
     from ddp_hpc.watch.compare_runs import differing_keys, filter_runs, sort_runs, values_of  # late: only to compare
 
@@ -136,7 +136,7 @@ def _find_runs(statuses: Sequence[RunStatus], args: argparse.Namespace) -> tuple
     elif args.reverse:
         runs.reverse()
     names = differing_keys([values_of(run.path) for run in runs]) if args.keys else []
-    return runs, [{name: as_shown(name, values_of(run.path).get(name)) for name in names} for run in runs]
+    return runs, [{name: value_or_hidden(name, values_of(run.path).get(name)) for name in names} for run in runs]
 
 
 def _row(status: RunStatus) -> tuple[str, ...]:
@@ -145,7 +145,7 @@ def _row(status: RunStatus) -> tuple[str, ...]:
         status.state,
         steps_text(status),
         number(status.loss),
-        or_dash(numbers(status.metrics)),
+        or_dash(named_numbers(status.metrics)),
         or_dash(last_save_text(status) if status.last_checkpoint is None else status.last_checkpoint),
         or_dash(status.attempt),
         duration(status.age_s),

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 
 from ddp_hpc.base.patience import await_answer
 from ddp_hpc.cli.runs import add_run_argument, chosen_run, slurm_asker
-from ddp_hpc.launch.submission.release_hold import require_start
-from ddp_hpc.run.run_dir.poll_files import LastRead, await_news, newest_attempt
+from ddp_hpc.launch.submission.release_hold import require_startable
+from ddp_hpc.run.run_dir.poll_files import ReadCache, await_next_poll, newest_attempt
 from ddp_hpc.watch.logs import LogSelection, follow_lines, read_lines, require_log
 from ddp_hpc.watch.status import read_status
 
@@ -34,13 +34,13 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     """Print the lines."""
     run_dir = chosen_run(args, environment)
     ask = slurm_asker(environment)
-    files = LastRead()
+    files = ReadCache()
     choice = LogSelection(rank=args.rank, all_ranks=args.all, attempt=args.attempt)
 
     def is_over() -> bool:
         status = await_answer(str(run_dir.path), lambda: read_status(run_dir, now=time.time(), ask=ask, files=files))
         if status.state == "waiting":
-            require_start(run_dir, status.job_id, status.reason)
+            require_startable(run_dir, status.job_id, status.reason)
         if not status.is_alive:
             await_answer(str(run_dir.path), lambda: require_log(run_dir, choice))
         return not status.is_alive
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
             run_dir,
             choice,
             is_over=is_over,
-            pause=lambda: await_news(await_answer(str(run_dir.attempts), lambda: newest_attempt(run_dir, files))),
+            pause=lambda: await_next_poll(await_answer(str(run_dir.attempts), lambda: newest_attempt(run_dir, files))),
             only_final_text=is_drawn,
         )
         if args.follow

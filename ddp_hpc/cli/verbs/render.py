@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     """Make both; say where they are."""
-    from ddp_hpc.base.durable import output_at
+    from ddp_hpc.base.durable import atomic_output
     from ddp_hpc.launch.submission.backend import load_backend
     from ddp_hpc.launch.submission.request import request_of_config
 
@@ -30,7 +30,7 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     settings += runs_dir_setting(args.runs_dir)
     command = args.command or ()
     request = request_of_config(path, settings, environment, site=args.site, is_for_slurm=True, command=command)
-    with nullcontext() if args.output is None else output_at(args.output) as output:
+    with nullcontext() if args.output is None else atomic_output(args.output) as output:
         notes = load_backend("slurm").prepare(request)  # whose script plain sbatch takes
         if output is not None:
             output.write_bytes(request.run.job_script.read_bytes())

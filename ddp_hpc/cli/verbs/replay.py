@@ -14,10 +14,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ddp_hpc.base.errors import CheckpointError, NotComputedError, UnreadableError
+from ddp_hpc.base.errors import CheckpointError, NotReplayedError, UnreadableError
 from ddp_hpc.base.exit_codes import FAILED, FINISHED, REFUSED
-from ddp_hpc.base.processes import ended_by_signals
-from ddp_hpc.cli.formatting import as_json, spell_odd_floats
+from ddp_hpc.base.processes import signals_as_ctrl_c
+from ddp_hpc.cli.formatting import as_json, spell_nonfinite_floats
 from ddp_hpc.cli.runs import add_flag, add_run_argument, chosen_own_run, nonnegative_float, positive_int
 
 
@@ -74,16 +74,16 @@ def print_note(text: str) -> None:
 def print_report(report: Any, text: str, *, is_json: bool) -> None:
     """Print a result as text, or its fields as JSON; of a replay's differences, only the first."""
     shown = {key: value for key, value in asdict(report).items() if key != "differences"}
-    print(as_json(spell_odd_floats(shown)) if is_json else text)
+    print(as_json(spell_nonfinite_floats(shown)) if is_json else text)
 
 
 @contextmanager
-def raise_not_computed() -> Iterator[None]:
-    """Raise NotComputedError for what keeps the steps from being computed or compared: such an error does not say that they differ."""
+def raise_not_replayed() -> Iterator[None]:
+    """Raise NotReplayedError for what keeps the steps from being computed or compared: such an error does not say that they differ."""
     try:
         yield
     except (CheckpointError, UnreadableError, OSError) as error:
-        raise NotComputedError(f"The steps could not be compared: {error}") from error
+        raise NotReplayedError(f"The steps could not be compared: {error}") from error
 
 
 def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
@@ -94,14 +94,14 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     from ddp_hpc.prove.replay.replaying import replay
     from ddp_hpc.run.run_dir.replays import ReplayRequest
 
-    with raise_not_computed():
+    with raise_not_replayed():
         history = read_history(chosen_own_run(args, environment))
     end = history.last_step if args.end is None else args.end
     newest = max((step for step in history.committed if step < end), default=0)
     start = newest if args.start is None else args.start
     request = ReplayRequest(end_step=end, trace_from=start + 1 if args.trace else None)
     wanted = WantedSteps(history=history, start=start, request=request, world_size=args.world, code=args.code)
-    with ended_by_signals(), raise_not_computed():
+    with signals_as_ctrl_c(), raise_not_replayed():
         report = replay(wanted, environment, tolerance=args.tolerance, say=print_note)
     print_report(report, replay_text(report), is_json=args.json)
     return {"the same": FINISHED, "different": FAILED, "not compared": REFUSED}[report.verdict]

@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from ddp_hpc.base.durable import output_at
+from ddp_hpc.base.durable import atomic_output
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.cli.runs import add_run_argument, chosen_run, chosen_runs_dir
 from ddp_hpc.launch.sweep.sweep_dir import read_sweep, sweep_named
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     if sweep_dir is not None:
         if args.against:
             raise ConfigError("`--against` compares two runs, and this is a sweep. Name a point of it as SWEEP/POINT.")
-        points = [(sweep_dir.run(point), point.shown) for point in read_sweep(sweep_dir).points]
+        points = [(sweep_dir.run(point), point.shown_settings) for point in read_sweep(sweep_dir).points]
         name, text = sweep_dir.name, sweep_page(sweep_dir.name, points, now=now)
     else:
         chosen = chosen_run(args, environment)
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
         name, text = chosen.name, page_of(read_run(chosen, now=now, environ=environment), now=now, against=against)
     output = args.output or Path(f"{name}-report.html")
     if output != _STDOUT:
-        with output_at(output) as path:
+        with atomic_output(output) as path:
             path.write_text(text, encoding="utf-8")
         print(output)
     elif sys.stdout.isatty():

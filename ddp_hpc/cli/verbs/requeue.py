@@ -17,7 +17,7 @@ from ddp_hpc.watch.status import RunStatus, read_status
 if TYPE_CHECKING:
     from ddp_hpc.launch.submission.backend import Backend
 
-LEAVE_PATIENCE_S = 600.0
+REQUEUE_PATIENCE_S = 600.0
 CLEANUP_PATIENCE_S = 60.0
 """How long a job that waits in the queue already may take until Slurm has cleaned up its last start."""
 BEGIN_PATIENCE_S = 10.0
@@ -63,7 +63,7 @@ def _start_pending_job(
     """Wait until the job is pending, and ask Slurm to start it as soon as nodes are free."""
     from ddp_hpc.run.run_dir.ledger import Ledger
 
-    patience_s = CLEANUP_PATIENCE_S if has_waited else LEAVE_PATIENCE_S
+    patience_s = CLEANUP_PATIENCE_S if has_waited else REQUEUE_PATIENCE_S
     if has_waited and states.is_held(status.reason):
         patience_s = LOOK_INTERVAL_S  # a person's turn, unless Slurm lets it be released at once
     deadline, times_asked = time.monotonic() + patience_s, 0

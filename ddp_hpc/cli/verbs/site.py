@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddp_hpc.base.discretion import as_shown
+from ddp_hpc.base.discretion import value_or_hidden
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.cli.formatting import as_json, or_dash, table
 
@@ -67,9 +67,9 @@ def _as_object(profile: Profile) -> dict[str, Any]:
         "site": vars(profile.site),
         "path": str(profile.path),
         "why": profile.why,
-        "settings": {one.key: as_shown(one.key, one.value) for one in profile.settings},
+        "settings": {one.key: value_or_hidden(one.key, one.value) for one in profile.settings},
         "partitions": {
-            name: {one.key: as_shown(one.key, one.value) for one in settings}
+            name: {one.key: value_or_hidden(one.key, one.value) for one in settings}
             for name, settings in profile.partitions.items()
         },
     }
@@ -89,7 +89,7 @@ def _as_text(profile: Profile) -> str:
     ]
     lines = [table(("", ""), [row for row in told if row[1]]).lstrip("\n")]
     rows = [
-        (or_dash(partition), one.key, dump_value(as_shown(one.key, one.value)), str(one.origin.line))
+        (or_dash(partition), one.key, dump_value(value_or_hidden(one.key, one.value)), str(one.origin.line))
         for partition, settings in {"": profile.settings, **profile.partitions}.items()
         for one in settings
     ]
@@ -125,10 +125,10 @@ def _list_profiles(args: argparse.Namespace, environment: Mapping[str, str]) -> 
 
 def _draft_profile(args: argparse.Namespace, environment: Mapping[str, str]) -> None:
     from ddp_hpc.base.durable import replace_text
-    from ddp_hpc.run.config.site import PLAIN_NAME, profile_dirs
+    from ddp_hpc.run.config.site import SITE_NAME_PATTERN, profile_dirs
     from ddp_hpc.watch.diagnose.site_draft import propose, proposed_name, survey
 
-    if args.site is not None and not PLAIN_NAME.fullmatch(args.site):
+    if args.site is not None and not SITE_NAME_PATTERN.fullmatch(args.site):
         raise ConfigError(
             f"A site profile cannot have the name {args.site!r}. Use only letters, digits, `.`, `_` and `-`."
         )

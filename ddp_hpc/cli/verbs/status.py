@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 
 from ddp_hpc.cli.details import status_details
 from ddp_hpc.cli.formatting import as_json
-from ddp_hpc.cli.runs import add_run_argument, chosen_run, slurm_asker, typed_word
+from ddp_hpc.cli.runs import add_run_argument, chosen_run, slurm_asker, typed_name
 from ddp_hpc.cli.status_text import as_text
 from ddp_hpc.run.run_dir.ledger import Ending, Ledger
 from ddp_hpc.run.run_dir.paths import RunDir
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     status = read_status(run_dir, now=now, ask=slurm_asker(environment))
     if status.state in {"failed", "cancelled", "stopped"} and status.attempt is not None:
         status = replace(status, reason=_end_reason(run_dir, status.attempt, status.reason))
-    word = typed_word(run_dir, environment)
+    word = typed_name(run_dir, environment)
     record, rows = status_details(run_dir, status, now=now)
     print(as_json({**asdict(status), **record}) if args.json else as_text(status, now=now, word=word, details=rows))
     return 0
@@ -50,12 +50,12 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
 def _end_reason(run_dir: RunDir, attempt: int, reason: str) -> str:
     """Return the reason of an attempt's end, behind what its ranks' logs say where no report does, or where the end followed from that."""
     from ddp_hpc.watch.why.reading import chosen_attempt, read_facts  # late: most runs have not failed
-    from ddp_hpc.watch.why.verdict import MAY_FOLLOW, verdict_of
+    from ddp_hpc.watch.why.verdict import EFFECTS_BY_CAUSE, verdict_of
 
     ledger = Ledger.read(run_dir)
     ended = chosen_attempt(run_dir, ledger, attempt)
     has_no_report = ended.ending == Ending.FAILED and not ended.root.fingerprint
-    if ended.reason != reason or not (has_no_report or ended.cause in MAY_FOLLOW):
+    if ended.reason != reason or not (has_no_report or ended.cause in EFFECTS_BY_CAUSE):
         return reason
     verdict = verdict_of(read_facts(run_dir, ledger, ended))
     is_before = verdict.end or (verdict.basis == "log" and has_no_report)

@@ -19,13 +19,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TextIO
 
-from ddp_hpc.base.discretion import as_shown, is_key_shown
+from ddp_hpc.base.discretion import is_key_shown, value_or_hidden
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.base.patience import ask_once, await_answer
 from ddp_hpc.cli import INTERRUPTED_CODE
 from ddp_hpc.cli.formatting import as_json
-from ddp_hpc.cli.runs import add_config_arguments, add_flag, chosen_runs_dir, runs_dir_setting, slurm_asker, typed_word
-from ddp_hpc.cli.sweeps import add_sweep_options, dry_run_of_sweep, requested_points, start_sweep
+from ddp_hpc.cli.runs import add_config_arguments, add_flag, chosen_runs_dir, runs_dir_setting, slurm_asker, typed_name
+from ddp_hpc.cli.sweeps import add_sweep_options, requested_points, start_sweep, sweep_dry_run_text
 from ddp_hpc.run.run_dir.paths import RunDir
 
 if TYPE_CHECKING:
@@ -89,9 +89,9 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     request = _make_request(args, path, [*settings, *here], backend, environment)
     if args.dry_run:
         text = (
-            _dry_run(request, backend, is_explained=args.explain, is_json=args.json)
+            _dry_run_text(request, backend, is_explained=args.explain, is_json=args.json)
             if points is None
-            else dry_run_of_sweep(request, points, backend, is_json=args.json)
+            else sweep_dry_run_text(request, points, backend, is_json=args.json)
         )
         print(text, end="")
         return 0
@@ -111,7 +111,7 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
             changed.append("what the script has saved elsewhere stays: if it looks for that, it goes on from it")
     out = sys.stderr if args.json else sys.stdout
     news = [*changed, *submission.notes] if submission.state in {"started", "queued"} else []
-    word = typed_word(submission.run, environment)
+    word = typed_name(submission.run, environment)
     print("\n".join([_outcome_text(submission, word), *news]), file=out, flush=True)
     try:
         _watch_run(args, submission, environment, out)
@@ -122,7 +122,7 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
         )
         return INTERRUPTED_CODE
     file, command = [] if path is None else [str(path)], ["--", *args.command] if args.command else []
-    again = shlex.join(["ddp-hpc", "submit", *file, *map(_masked_setting, settings), *here, *command])
+    again = shlex.join(["ddp-hpc", "submit", *file, *map(_mask_setting, settings), *here, *command])
     return _print_status(submission.run, environment, word=word, again=None if args.json else again)
 
 
@@ -186,7 +186,7 @@ def _submit(request: SubmitRequest, backend: Backend) -> Submission:
     try:
         return backend.submit(request)
     except KeyboardInterrupt:
-        word = typed_word(run_dir, request.environ)
+        word = typed_name(run_dir, request.environ)
         print(f"\n{run_dir.name} may have been started. Check it: ddp-hpc status {word}", file=sys.stderr)
         raise
 
@@ -206,7 +206,7 @@ def _watch_run(args: argparse.Namespace, submission: Submission, environment: Ma
         backend.wait(submission.run, submission.attempt, environment)
 
 
-def _masked_setting(setting: str) -> str:
+def _mask_setting(setting: str) -> str:
     """Return a setting as it may stand on a terminal."""
     key, _, value = setting.partition("=")
     if is_key_shown(key, value):
@@ -228,13 +228,13 @@ def config_and_settings(args: argparse.Namespace, environment: Mapping[str, str]
             "Neither a configuration file nor a script is named. Name one: `ddp-hpc submit CONFIG`, or "
             "`ddp-hpc submit -- python train.py`."
         )
-    path, settings = split_config(words)
+    path, settings = split_config_words(words)
     kept = [RunDir(place / path).config for place in (Path(), chosen_runs_dir(args.runs_dir, environment))]
     # Not `Path.is_file`, which raises what reading the file is going to tell: a name that is too long, a closed directory.
     return next((one for one in (path, *kept) if os.path.isfile(one)), path), settings  # noqa: PTH113
 
 
-def split_config(words: Sequence[str]) -> tuple[Path, list[str]]:
+def split_config_words(words: Sequence[str]) -> tuple[Path, list[str]]:
     """Return the configuration's path and the settings, in whichever order they came."""
     paths = [word for word in words if not _SETTING_START.match(word)]
     if not paths:
@@ -245,7 +245,7 @@ def split_config(words: Sequence[str]) -> tuple[Path, list[str]]:
     return Path(paths[0]), settings
 
 
-def _dry_run(request: SubmitRequest, backend: Backend, *, is_explained: bool, is_json: bool) -> str:
+def _dry_run_text(request: SubmitRequest, backend: Backend, *, is_explained: bool, is_json: bool) -> str:
     """Return what would be run: on Slurm the very text that sbatch would get, and nothing besides."""
     from ddp_hpc.run.config.resolve import flat_spec, render_resolved
 
@@ -259,7 +259,7 @@ def _dry_run(request: SubmitRequest, backend: Backend, *, is_explained: bool, is
         plan = make_launch_plan(request, backend.NAME, description.import_paths)
     if is_json:
         values = {
-            key: {"value": as_shown(key, value), "source": resolved.sources[key]}
+            key: {"value": value_or_hidden(key, value), "source": resolved.sources[key]}
             for key, value in flat_spec(resolved.spec).items()
         }
         how = {"command": argv} if script is None else {"script": script}

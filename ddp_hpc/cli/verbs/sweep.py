@@ -11,7 +11,7 @@ import argparse
 from collections.abc import Mapping, Sequence
 
 from ddp_hpc.base.errors import ConfigError
-from ddp_hpc.cli.runs import add_flag, add_runs_dir_option, chosen_runs_dir, typed_word
+from ddp_hpc.cli.runs import add_flag, add_runs_dir_option, chosen_runs_dir, typed_name
 from ddp_hpc.cli.sweeps import add_limit_options, print_jobs
 from ddp_hpc.run.run_dir.write_permissions import refuse_strangers_dir
 
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
             num_live = cancel_sweep(sweep_dir, environment)
             print(
                 f"{sweep_dir.name}: no other point starts, and {num_live} that waited again or ran were cancelled. Their checkpoints stay; to start "
-                f"all points again that have neither finished nor failed: ddp-hpc sweep continue {typed_word(sweep_dir, environment)}"
+                f"all points again that have neither finished nor failed: ddp-hpc sweep continue {typed_name(sweep_dir, environment)}"
             )
             return 0
         started = continue_sweep(sweep_dir, environment, is_failed=args.failed, limits=limits)

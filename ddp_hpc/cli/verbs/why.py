@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Mapping
 
 from ddp_hpc.cli.formatting import as_json
-from ddp_hpc.cli.runs import add_flag, add_run_argument, chosen_run, typed_word
+from ddp_hpc.cli.runs import add_flag, add_run_argument, chosen_run, typed_name
 from ddp_hpc.cli.why_text import as_record, as_text
 from ddp_hpc.run.run_dir.ledger import Ledger
 from ddp_hpc.watch.why.reading import chosen_attempt, read_facts
@@ -31,7 +31,7 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     ledger = Ledger.read(run_dir)
     attempt = chosen_attempt(run_dir, ledger, args.attempt)
     verdict = verdict_of(read_facts(run_dir, ledger, attempt))
-    word = typed_word(run_dir, environment)
+    word = typed_name(run_dir, environment)
     print(
         as_json(as_record(run_dir, attempt, verdict, word=word))
         if args.json

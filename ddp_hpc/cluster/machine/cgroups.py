@@ -10,8 +10,8 @@ from pathlib import Path
 
 from ddp_hpc.base.processes import kernel_text
 
-_MEMBER = re.compile(r"^\d+:([^:]*):(/.*)$", re.MULTILINE)
-_ROW = re.compile(r"^(\w+) (\d+)$", re.MULTILINE)
+_CGROUP_PATTERN = re.compile(r"^\d+:([^:]*):(/.*)$", re.MULTILINE)
+_STAT_PATTERN = re.compile(r"^(\w+) (\d+)$", re.MULTILINE)
 _MEMORY_FILES = (
     ("memory.max", "memory.current", ("file", "slab_reclaimable"), "shmem"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_cache",), "total_shmem"),
@@ -24,7 +24,7 @@ _NO_LIMIT = 2**60
 def own_cgroups(proc: Path = Path("/proc"), root: Path = Path("/sys/fs/cgroup")) -> list[Path]:
     """Return the folders of this process's cgroups and of all above them, as far as they can be seen."""
     try:
-        members = _MEMBER.findall((proc / "self/cgroup").read_text(encoding="utf-8"))
+        members = _CGROUP_PATTERN.findall((proc / "self/cgroup").read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError):  # a kernel without cgroups
         return []
     tops = {"": root, "memory": root / "memory", "cpu": root / "cpu"}  # version 2 has no names
@@ -37,13 +37,13 @@ def own_cgroups(proc: Path = Path("/proc"), root: Path = Path("/sys/fs/cgroup"))
     return folders
 
 
-def memory_of(cgroups: Sequence[Path]) -> tuple[int, int] | None:
+def used_and_limit(cgroups: Sequence[Path]) -> tuple[int, int] | None:
     """Return the bytes that are used and the limit, of the cgroup with the lowest limit; None where none has one."""
     found: list[tuple[int, int]] = []
     for folder, (limit_file, used_file, freed, shared) in product(cgroups, _MEMORY_FILES):
         limit, used = (kernel_text(folder / name).strip() for name in (limit_file, used_file))
         if limit.isdecimal() and used.isdecimal() and int(limit) < _NO_LIMIT:
-            stat = _rows(folder / "memory.stat")
+            stat = _read_stat(folder / "memory.stat")
             free = sum(stat.get(name, 0) for name in freed) - stat.get(shared, 0)
             found.append((max(0, int(used) - free), int(limit)))
     return min(found, key=lambda one: one[1], default=None)
@@ -65,14 +65,14 @@ def memory_kills(cgroups: Sequence[Path] | None = None) -> MemoryKills | None:
     """Return what the kernel has counted in this process's cgroups; None where it keeps no count."""
     folders = own_cgroups() if cgroups is None else cgroups
     files = (folder / name for folder in folders for name in ("memory.oom_control", "memory.events"))
-    num = next((rows["oom_kill"] for file in files if "oom_kill" in (rows := _rows(file))), None)
-    at_limits = [_rows(folder / "memory.events.local").get("oom") for folder in folders]
+    num = next((rows["oom_kill"] for file in files if "oom_kill" in (rows := _read_stat(file))), None)
+    at_limits = [_read_stat(folder / "memory.events.local").get("oom") for folder in folders]
     # The root alone has no such file; a cgroup without the controller has no limit either.
     sees_limits = any(one is not None for one in at_limits) and at_limits[-1] is None
     return None if num is None else MemoryKills(num, sum(filter(None, at_limits)), sees_limits)
 
 
-def ran_out_since(before: MemoryKills | None, cgroups: Sequence[Path] | None = None) -> str:
+def whose_memory_ran_out(before: MemoryKills | None, cgroups: Sequence[Path] | None = None) -> str:
     """Return whose memory has run out since then, where the kernel killed a process for it; empty where it did not."""
     now = memory_kills(cgroups)
     if before is None or now is None or now.num <= before.num:
@@ -82,8 +82,8 @@ def ran_out_since(before: MemoryKills | None, cgroups: Sequence[Path] | None = N
     return "of the machine" if now.sees_limits else "of its cgroup or of the machine (it is not known which)"
 
 
-def _rows(path: Path) -> Mapping[str, int]:
-    return {name: int(value) for name, value in _ROW.findall(kernel_text(path))}
+def _read_stat(path: Path) -> Mapping[str, int]:
+    return {name: int(value) for name, value in _STAT_PATTERN.findall(kernel_text(path))}
 
 
 def quota_of(cgroups: Sequence[Path]) -> float | None:

@@ -23,7 +23,7 @@ from statistics import fmean
 import psutil
 
 from ddp_hpc.base import processes
-from ddp_hpc.cluster.machine.cgroups import memory_of, own_cgroups, quota_of
+from ddp_hpc.cluster.machine.cgroups import own_cgroups, quota_of, used_and_limit
 from ddp_hpc.cluster.machine.gpus import GIB, Gpu, GpuReader
 from ddp_hpc.cluster.slurm.allocation import granted_cpus, node_name
 from ddp_hpc.run.run_dir.machine_use import FULL_SHARE, MachineUse, append_use, merge_uses
@@ -31,7 +31,7 @@ from ddp_hpc.run.run_dir.paths import RunDir
 
 SAMPLE_S = 10.0
 """The time between two looks."""
-LOOKS_A_RECORD = 6
+SAMPLES_PER_RECORD = 6
 _PATIENCE_S = 1.0
 """How long a look waits for NVIDIA's driver."""
 
@@ -52,12 +52,12 @@ class Sampler:
     _cpu_s: float = 0.0
 
     def __post_init__(self) -> None:
-        self._cpu_s, _ = cpus_of(self.process_tree())
+        self._cpu_s, _ = cpu_s_and_cpus(self.process_tree())
 
     def look(self) -> MachineUse:
         """Return what was used since the last look, and what GPUs and memory say now."""
         now, before = time.monotonic(), self._at
-        cpu_s, cpus = cpus_of(self.process_tree())
+        cpu_s, cpus = cpu_s_and_cpus(self.process_tree())
         used_s, self._at, self._cpu_s = cpu_s - self._cpu_s, now, cpu_s
         bounds = [one for one in (len(cpus), self.granted, quota_of(self.cgroups)) if one]
         num_cpus = min(bounds) if cpus else None
@@ -66,7 +66,7 @@ class Sampler:
         fullest = max(gpus, key=lambda gpu: (gpu.memory_gib or 0.0) / (gpu.total_gib or 1.0), default=Gpu(name=""))
         busy = [gpu.busy for gpu in gpus if gpu.busy is not None]
         memory = psutil.virtual_memory()
-        used, limit = memory_of(self.cgroups) or (memory.total - memory.available, memory.total)
+        used, limit = used_and_limit(self.cgroups) or (memory.total - memory.available, memory.total)
         return MachineUse(
             node_rank=self.node_rank,
             node=self.node,
@@ -91,7 +91,7 @@ class Sampler:
         return []
 
 
-def cpus_of(found: Iterable[psutil.Process]) -> tuple[float, set[int]]:
+def cpu_s_and_cpus(found: Iterable[psutil.Process]) -> tuple[float, set[int]]:
     """Return the CPU seconds that processes, and their children that have ended, have used; and the CPUs that they may use.
 
     Those of the first one do not count where there are others: an agent, and Slurm's step process, may use more than the workers.
@@ -125,11 +125,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     while not is_over:
         is_over = bool(select.select([0], [], [], SAMPLE_S)[0])
         looks.append(sampler.look())
-        if not is_warned and (warning := warning_of(looks[-1])):
+        if not is_warned and (warning := memory_warning(looks[-1])):
             is_warned = True
             with suppress(OSError):
                 sys.stderr.write(f"{warning}\n")
-        if is_over or len(looks) == LOOKS_A_RECORD:
+        if is_over or len(looks) == SAMPLES_PER_RECORD:
             if use := merge_uses(looks):
                 with suppress(OSError):  # it is lost, and the next one is tried
                     append_use(RunDir(arguments.run), arguments.attempt, use)
@@ -137,7 +137,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def warning_of(use: MachineUse) -> str:
+def memory_warning(use: MachineUse) -> str:
     """Return what the log says where memory is about to run out; else an empty text."""
     if use.memory_gib is None or use.memory_limit_gib is None or use.memory_gib < FULL_SHARE * use.memory_limit_gib:
         return ""

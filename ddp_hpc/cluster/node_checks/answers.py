@@ -38,13 +38,13 @@ class NodeAnswers:
     network: NetworkFindings | None = None
     asked: NodeNeeds = field(default_factory=NodeNeeds)
 
-    def of(self, part: Callable[[NodeFacts], T | None]) -> dict[str, T]:
+    def by_node(self, part: Callable[[NodeFacts], T | None]) -> dict[str, T]:
         """Return one part of the answers, of the nodes that gave it."""
         told = {node: part(facts) for node, facts in self.facts.items()}
         return {node: value for node, value in told.items() if value is not None}
 
 
-def odd_ones(values: Mapping[str, T]) -> tuple[T | None, list[str]]:
+def odd_nodes(values: Mapping[str, T]) -> tuple[T | None, list[str]]:
     """Return the value that more than half of the nodes have, and the nodes that have another; None where there is none."""
     if not values:
         return None, []
@@ -54,25 +54,25 @@ def odd_ones(values: Mapping[str, T]) -> tuple[T | None, list[str]]:
     return value, [node for node in values if values[node] != value]
 
 
-def difference(check: str, values: Mapping[str, str], *, level: Level, to_do: str) -> Finding:
+def agreement_finding(check: str, values: Mapping[str, str], *, level: Level, to_do: str) -> Finding:
     """Return whether all nodes that answered have the same."""
     if not values:
-        return unknown(check, "no node answered this in time")
+        return unknown_finding(check, "no node answered this in time")
     if len({*values.values()}) == 1:
         return Finding(check=check, level="ok", found=f"the same on all nodes: {next(iter(values.values())) or 'none'}")
-    common, odd = odd_ones(values)
+    common, odd = odd_nodes(values)
     told = odd or list(values)
     found = ", ".join(f"{node} has {values[node] or 'none'}" for node in told)
     others = f"; the other nodes have {common or 'none'}" if odd else ""
     return Finding(check=check, level=level, found=found + others, to_do=to_do, nodes=tuple(odd))
 
 
-def unknown(check: str, found: str, to_do: str = "") -> Finding:
+def unknown_finding(check: str, found: str, to_do: str = "") -> Finding:
     """Return that nothing is known."""
     return Finding(check=check, level="unknown", found=found, to_do=to_do)
 
 
-def judged(  # noqa: PLR0913  the fields of a finding
+def judge_nodes(  # noqa: PLR0913  the fields of a finding
     check: str,
     bad: Sequence[str],
     answers: NodeAnswers,

@@ -28,7 +28,7 @@ class Disk:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shared:
+class SharedDir:
     """What a node sees of the directory in which each node writes a file."""
 
     error: str = ""
@@ -64,7 +64,7 @@ class NodeFacts:
     """Whether this node has InfiniBand or RoCE devices."""
     disks: Mapping[str, Disk] | None = None
     """What it is for -> a disk of this node."""
-    shared: Shared | None = None
+    shared: SharedDir | None = None
     paths: Mapping[str, str] | None = None
     """Path that the run reads -> what is there: `THERE`, `MISSING`, `EMPTY`, or an error."""
     mounts: Mapping[str, tuple[str, str, str]] | None = None
@@ -88,7 +88,7 @@ def neighbours(at: int, nodes: Sequence[str]) -> list[str]:
 _EACH_SIDE = 4
 
 
-def facts_of(plain: Any) -> NodeFacts | None:
+def parse_facts(plain: Any) -> NodeFacts | None:
     """Return a node's answer from JSON; None for anything else, such as the answer of another version of ddp-hpc."""
     try:
         return msgspec.convert(plain, NodeFacts)

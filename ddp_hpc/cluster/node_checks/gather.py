@@ -23,9 +23,9 @@ from typing import Any
 
 from ddp_hpc import __version__
 from ddp_hpc.base.mounts import Mount, mount_of
-from ddp_hpc.base.patience import answers_within, is_answer
+from ddp_hpc.base.patience import ask_in_threads, is_final_error
 from ddp_hpc.base.processes import kernel_text
-from ddp_hpc.cluster.node_checks.facts import EMPTY, MISSING, THERE, UNLIMITED, Disk, NodeFacts, Shared, neighbours
+from ddp_hpc.cluster.node_checks.facts import EMPTY, MISSING, THERE, UNLIMITED, Disk, NodeFacts, SharedDir, neighbours
 from ddp_hpc.cluster.rendezvous.address import addresses_of
 from ddp_hpc.cluster.rendezvous.choose_network import fabric, why_unusable
 from ddp_hpc.cluster.rendezvous.interfaces import Interface, local_interfaces
@@ -35,7 +35,7 @@ from ddp_hpc.run.run_dir.software_versions import environment_here
 
 PATIENCE_S = 12.0
 """How long a node may take for all parts."""
-SEEN_S = 8.0
+FILES_WAIT_S = 8.0
 """How long it waits for the other nodes' files: they may have started later, and NFS shows a new file after some seconds."""
 LOOK_AGAIN_S = 3.0
 """For how long it looks again at a path that is missing or empty: a mount, or the entry of another node, takes a moment to be seen."""
@@ -59,7 +59,7 @@ def gather(
     def disks() -> dict[str, Any]:
         own_tmp = Path(environ.get("TMPDIR") or "/tmp")  # noqa: S108
         tmp = own_tmp if own_tmp.is_dir() else Path("/tmp")  # noqa: S108  as programs choose, where an image lacks the job's own
-        return {"disks": {"temporary files": disk(tmp), "shared memory": disk(Path("/dev/shm"))}}  # noqa: S108
+        return {"disks": {"temporary files": probe_disk(tmp), "shared memory": probe_disk(Path("/dev/shm"))}}  # noqa: S108
 
     def software() -> dict[str, Any]:
         here = environment_here(environ)
@@ -70,14 +70,14 @@ def gather(
 
     parts: dict[str, Callable[[], dict[str, Any]]] = {
         "software": software,
-        "names": lambda: {"names": answers_within(NAMES_S, {name: partial(resolved, name) for name in asked})},
+        "names": lambda: {"names": ask_in_threads(NAMES_S, {name: partial(resolve_name, name) for name in asked})},
         "reverse DNS": lambda: {"reverse_s": _reverse_s(nodes)},
-        "networks": lambda: {"networks": networks(local_interfaces())},
+        "networks": lambda: {"networks": num_by_network(local_interfaces())},
         "disks": disks,
-        "shared": lambda: {"shared": shared(folder, own, near)},
-        **{f"path {path}": lambda path=path: {f"path {path}": _looked_at(Path(path))} for path in paths},  # type: ignore[misc]  # mypy infers no type of a default in a lambda
+        "shared": lambda: {"shared": probe_shared(folder, own, near)},
+        **{f"path {path}": lambda path=path: {f"path {path}": _state_and_mount(Path(path))} for path in paths},  # type: ignore[misc]  # mypy infers no type of a default in a lambda
     }
-    answers = answers_within(PATIENCE_S, parts)
+    answers = ask_in_threads(PATIENCE_S, parts)
     found = {key: value for part in answers.values() for key, value in part.items()}
     late = [name for name in parts if name not in answers]
     told = {path: found.pop(f"path {path}") for path in paths if f"path {path}" in found}
@@ -92,16 +92,16 @@ def gather(
     return NodeFacts(**found, paths=states, mounts=mounts, late=tuple(late))
 
 
-def _looked_at(path: Path) -> tuple[str, Mount | None]:
+def _state_and_mount(path: Path) -> tuple[str, Mount | None]:
     """Return what is at a path, and on which file system.
 
     Nothing, or an empty directory, may be a file system that is not mounted yet: the first look has an automounter mount it,
     and the second one finds it. Its mount is read last, as it may come by the first look.
     """
-    state, until = state_of(path), time.monotonic() + LOOK_AGAIN_S
+    state, until = path_state(path), time.monotonic() + LOOK_AGAIN_S
     while state in {MISSING, EMPTY} and time.monotonic() < until:
         time.sleep(_LOOK_AGAIN_PAUSE_S)
-        state = state_of(path)
+        state = path_state(path)
     return state, mount_of(path)
 
 
@@ -122,26 +122,26 @@ def num_gpus(
     return len(list(dev.glob("nvidia[0-9]*"))) or num_of_amd or None
 
 
-def networks(interfaces: Sequence[Interface]) -> dict[str, int]:
+def num_by_network(interfaces: Sequence[Interface]) -> dict[str, int]:
     """Return how many interfaces of each kind of network ranks could meet on; 0 for a kind of which all are down."""
     found: dict[str, int] = {}
     for interface in interfaces:
-        if interface.kind not in _OF_NO_NETWORK:
+        if interface.kind not in _NON_NETWORK_KINDS:
             found[fabric(interface)] = found.get(fabric(interface), 0) + (why_unusable(interface) is None)
     return found
 
 
-_OF_NO_NETWORK = frozenset({"loopback", "virtual bridge", "overlay", "tunnel"})
+_NON_NETWORK_KINDS = frozenset({"loopback", "virtual bridge", "overlay", "tunnel"})
 
 
-def resolved(name: str) -> tuple[str, ...]:
+def resolve_name(name: str) -> tuple[str, ...]:
     """Return the addresses that this node finds for a name, in order; none where it does not resolve."""
     return tuple(sorted(addresses_of(name)))
 
 
 def _reverse_s(nodes: Sequence[str]) -> float:
     """Return how long the slowest of a few lookups of a name by an address takes, `NAMES_S` at most: PyTorch's store makes one for each peer."""
-    named = answers_within(NAMES_S / 2, {node: partial(resolved, node) for node in nodes[:2]})
+    named = ask_in_threads(NAMES_S / 2, {node: partial(resolve_name, node) for node in nodes[:2]})
     addresses = [address for found in named.values() for address in found[:1]]
 
     def look_up(address: str) -> float:
@@ -150,7 +150,7 @@ def _reverse_s(nodes: Sequence[str]) -> float:
             socket.getnameinfo((address, 0), 0)
         return time.monotonic() - began
 
-    slowest = answers_within(NAMES_S, {address: partial(look_up, address) for address in addresses})
+    slowest = ask_in_threads(NAMES_S, {address: partial(look_up, address) for address in addresses})
     return max((slowest.get(address, NAMES_S) for address in addresses), default=0.0)
 
 
@@ -160,7 +160,7 @@ def limits() -> dict[str, int]:
     return {name: UNLIMITED if limit == resource.RLIM_INFINITY else limit for name, limit in found.items()}
 
 
-def disk(path: Path) -> Disk:
+def probe_disk(path: Path) -> Disk:
     """Return the free space of a directory, and whether a file of 1 MiB can be written there: a quota shows only then."""
     test = path / f".ddp-hpc-doctor-{os.getpid()}-{socket.gethostname()}"
     error, began = "", time.monotonic()
@@ -188,7 +188,7 @@ def _write(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def shared(folder: Path, own: str, others: Sequence[str]) -> Shared:
+def probe_shared(folder: Path, own: str, others: Sequence[str]) -> SharedDir:
     """Write a file into a directory that all nodes share; wait until those of the others can be read here."""
     began = time.monotonic()
     large = folder / f".{own}"
@@ -198,7 +198,7 @@ def shared(folder: Path, own: str, others: Sequence[str]) -> Shared:
         _write(large, b"\0" * _TEST_BYTES)
         large.unlink()
     except OSError as error:
-        return Shared(error=error.strerror or str(error))
+        return SharedDir(error=error.strerror or str(error))
     wrote = time.monotonic()
     unseen, seen = [own, *others], []
     pause = _LOOK_S
@@ -208,15 +208,15 @@ def shared(folder: Path, own: str, others: Sequence[str]) -> Shared:
                 if (folder / node).read_text(encoding="utf-8", errors="replace") == f"{node}\n":
                     seen.append(node)
         unseen = [node for node in unseen if node not in seen]
-        if not unseen or time.monotonic() + pause > began + SEEN_S:
+        if not unseen or time.monotonic() + pause > began + FILES_WAIT_S:
             break
         time.sleep(pause)
         # Each look for a file that is not there is a question to the file server.
         pause = min(pause * 2, _LONGEST_LOOK_S)
-    return Shared(write_s=wrote - written, seen=tuple(seen), seen_s=time.monotonic() - wrote)
+    return SharedDir(write_s=wrote - written, seen=tuple(seen), seen_s=time.monotonic() - wrote)
 
 
-def state_of(path: Path) -> str:
+def path_state(path: Path) -> str:
     """Return what is at a path: `THERE`, `MISSING`, `EMPTY` for a directory without entries, or why it cannot be read."""
     try:
         if path.is_dir():
@@ -229,7 +229,7 @@ def state_of(path: Path) -> str:
         else:
             path.stat()
     except OSError as error:
-        return MISSING if is_answer(error) else error.strerror or str(error)
+        return MISSING if is_final_error(error) else error.strerror or str(error)
     return THERE
 
 

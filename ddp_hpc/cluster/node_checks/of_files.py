@@ -8,53 +8,53 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
 
 from ddp_hpc.base.mounts import AUTOMOUNT
-from ddp_hpc.cluster.node_checks.answers import NodeAnswers, judged, odd_ones, unknown
-from ddp_hpc.cluster.node_checks.facts import EMPTY, MISSING, THERE, Shared, neighbours
+from ddp_hpc.cluster.node_checks.answers import NodeAnswers, judge_nodes, odd_nodes, unknown_finding
+from ddp_hpc.cluster.node_checks.facts import EMPTY, MISSING, THERE, SharedDir, neighbours
 from ddp_hpc.run.run_dir.preflight import Finding
 
 FULL_BYTES, TIGHT_BYTES = 64 << 20, 1 << 30
 FEW_FILES = 1000
 SLOW_WRITE_S = 2.0
-_OF_ALL = {
+_ADVICE_FOR_ALL = {
     os.strerror(errno.EDQUOT): "free space of your quota, in bytes and files: `quota -s`, `lfs quota -h -u $USER DIR`",
     os.strerror(errno.ENOSPC): "remove files: the file system is full (on Lustre, one of its parts: `lfs df -h DIR`)",
 }
 """Why a file cannot be written -> what to do, where it is the same for all nodes, though some of them have still written theirs."""
 _STALE, _DENIED = os.strerror(errno.ESTALE), os.strerror(errno.EACCES)
-_OF_NODE = {
+_NODE_ADVICE = {
     _STALE: "the file system has to be mounted again on the node (stale mount); tell your cluster's support",
     os.strerror(errno.EIO): "the file system fails on this node (`dmesg`); tell your cluster's support",
     os.strerror(errno.EROFS): "the file system is mounted read-only on the node; tell your cluster's support",
     _DENIED: "compare `ls -ld DIR` and `id` on the node and on another one: permissions, or your groups, differ",
 }
-_UNMOUNTED = "compare `findmnt --target DIR` on the nodes; if a mount is missing on one, tell your cluster's support"
+_MOUNT_ADVICE = "compare `findmnt --target DIR` on the nodes; if a mount is missing on one, tell your cluster's support"
 
 
-def shared(answers: NodeAnswers) -> Iterator[Finding]:
+def check_shared_dir(answers: NodeAnswers) -> Iterator[Finding]:
     """Find nodes that cannot write into the shared directory, or do not see there what the others have written."""
-    told = answers.of(lambda facts: facts.shared)
+    told = answers.by_node(lambda facts: facts.shared)
     cannot = {node: one.error for node, one in told.items() if one.error}
     for error in dict.fromkeys(cannot.values()):
         few = [node for node in cannot if cannot[node] == error]
         found = f"{', '.join(few)} cannot write into the run directory: {error}"
-        if error in _OF_ALL:
-            yield Finding(check="run directory", level="fail", found=found, to_do=_OF_ALL[error])
+        if error in _ADVICE_FOR_ALL:
+            yield Finding(check="run directory", level="fail", found=found, to_do=_ADVICE_FOR_ALL[error])
         else:
-            yield judged("run directory", few, answers, found, "", to_do=_OF_NODE.get(error, _UNMOUNTED))
+            yield judge_nodes("run directory", few, answers, found, "", to_do=_NODE_ADVICE.get(error, _MOUNT_ADVICE))
     unseen = _outside_majority({node: one for node, one in told.items() if not one.error}, answers.nodes)
     if unseen:
         found = f"files in the run directory do not pass between {', '.join(unseen)} and the other nodes"
         to_do = "the nodes have different file systems there: compare `findmnt --target DIR` on them"
-        yield judged("run directory", unseen, answers, found, "", to_do=to_do)
+        yield judge_nodes("run directory", unseen, answers, found, "", to_do=to_do)
     if told and not cannot and not unseen:
         write_s, seen_s = max(one.write_s for one in told.values()), max(one.seen_s for one in told.values())
         found = f"each node sees the others' files; writing 1 MiB takes {write_s:.2f} s at most, and other nodes see it {seen_s:.2f} s later"
         yield Finding(check="run directory", level="warn" if write_s > SLOW_WRITE_S else "ok", found=found)
     if not told:
-        yield unknown("run directory", "no node answered in time whether it can write into the run directory")
+        yield unknown_finding("run directory", "no node answered in time whether it can write into the run directory")
 
 
-def _outside_majority(told: Mapping[str, Shared], nodes: Sequence[str]) -> list[str]:
+def _outside_majority(told: Mapping[str, SharedDir], nodes: Sequence[str]) -> list[str]:
     """Return the nodes that share no file system with most; all of them where there is no such majority.
 
     Of two nodes on one file system, the later one sees the file of the earlier one, however late it starts: only two of
@@ -79,11 +79,11 @@ def _outside_majority(told: Mapping[str, Shared], nodes: Sequence[str]) -> list[
     return [node for node in told if node not in largest and node in beside_largest]
 
 
-def paths(answers: NodeAnswers) -> Iterator[Finding]:
+def check_paths(answers: NodeAnswers) -> Iterator[Finding]:
     """Find nodes on which a path that workers read is missing or empty, though others have it."""
-    told = answers.of(lambda facts: facts.paths)
+    told = answers.by_node(lambda facts: facts.paths)
     local = {"/tmp", "/var/tmp", "/dev/shm"}  # noqa: S108  each node has its own there
-    local |= {disk.path for disks in answers.of(lambda facts: facts.disks).values() for disk in disks.values()}
+    local |= {disk.path for disks in answers.by_node(lambda facts: facts.disks).values() for disk in disks.values()}
     good = []
     for path in sorted({path for paths in told.values() for path in paths}):
         states = {node: paths[path] for node, paths in told.items() if path in paths}
@@ -100,7 +100,7 @@ def paths(answers: NodeAnswers) -> Iterator[Finding]:
             continue
         # What few nodes have may be an output, or a cache that a former run left on its own disk.
         is_of_most = len(bad) * 2 < len(states) and local.isdisjoint({path, *map(str, PurePosixPath(path).parents)})
-        there = answers.of(lambda facts: facts.mounts)
+        there = answers.by_node(lambda facts: facts.mounts)
         mounts = {node: of_node[path] for node, of_node in there.items() if path in of_node}
         yield _judge_path(path, states, bad, mounts, is_of_most=is_of_most)
     if good:
@@ -121,7 +121,7 @@ def _judge_path(
     file server shows this node less, or the file system is one of the node's own.
     """
     good = {node: mounts[node] for node in states if states[node] == THERE and node in mounts}
-    common, _ = odd_ones({**good, **{node: mounts[node] for node in bad if node in mounts}})
+    common, _ = odd_nodes({**good, **{node: mounts[node] for node in bad if node in mounts}})
     elsewhere = [node for node in bad if common is not None and mounts.get(node, common) != common]
     empty = [node for node in bad if states[node] == EMPTY]
     found = f"{path} is {states[bad[0]]} on {', '.join(bad)}, but exists on the other nodes"
@@ -144,13 +144,13 @@ def _mount_words(mount: tuple[str, str, str]) -> str:
     return f"{point} ({fs_type}{f' of {source}' if source not in ('', 'none', fs_type) else ''})"
 
 
-_OTHER_DISK = "remove files from this disk, or set TMPDIR to another disk (`env.TMPDIR`)"
-_MORE_MEMORY = "remove files from /dev/shm, use fewer loader processes (`data.num_workers`), or give the container more (`--shm-size`)"
+_DISK_ADVICE = "remove files from this disk, or set TMPDIR to another disk (`env.TMPDIR`)"
+_SHM_ADVICE = "remove files from /dev/shm, use fewer loader processes (`data.num_workers`), or give the container more (`--shm-size`)"
 
 
-def disks(answers: NodeAnswers) -> Iterator[Finding]:
+def check_disks(answers: NodeAnswers) -> Iterator[Finding]:
     """Find disks of nodes that are full, or nearly so."""
-    told = answers.of(lambda facts: facts.disks)
+    told = answers.by_node(lambda facts: facts.disks)
     is_good = bool(told)
     for label in sorted({label for disks in told.values() for label in disks}):
         disks = {node: found[label] for node, found in told.items() if label in found}
@@ -172,9 +172,9 @@ def disks(answers: NodeAnswers) -> Iterator[Finding]:
                 told_as = "warn" if label == "shared memory" else level
                 path = disks[next(iter(few))].path
                 found = f"the disk for {label}, {path}: {'; '.join(f'{node}: {text}' for node, text in few.items())}"
-                to_do = _MORE_MEMORY if label == "shared memory" else _OTHER_DISK
-                yield judged("disk", [*few], answers, found, "", level=told_as, to_do=to_do)  # type: ignore[arg-type]  # of a literal
+                to_do = _SHM_ADVICE if label == "shared memory" else _DISK_ADVICE
+                yield judge_nodes("disk", [*few], answers, found, "", level=told_as, to_do=to_do)  # type: ignore[arg-type]  # of a literal
     if is_good:
         yield Finding(check="disk", level="ok", found="space for temporary files and shared memory on all nodes")
     if not told:
-        yield unknown("disk", "no node answered in time how full its disks are")
+        yield unknown_finding("disk", "no node answered in time how full its disks are")

@@ -6,9 +6,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
 
-from ddp_hpc.cluster.node_checks.answers import NodeAnswers, odd_ones, unknown
+from ddp_hpc.cluster.node_checks.answers import NodeAnswers, odd_nodes, unknown_finding
 from ddp_hpc.cluster.rendezvous.choose_network import speed_order
-from ddp_hpc.run.run_dir.network import NetworkFindings, Pace
+from ddp_hpc.run.run_dir.network import LinkMetrics, NetworkFindings
 from ddp_hpc.run.run_dir.preflight import Finding, Level
 
 CLOCK_S = 1.0
@@ -19,12 +19,12 @@ SLOW_SHARE = 1 / 8
 """A link is slow that has less than this share of the speed of the middle one."""
 
 
-def network(answers: NodeAnswers) -> Iterator[Finding]:
+def check_network(answers: NodeAnswers) -> Iterator[Finding]:
     """Say which nodes the network does not carry; then compare clocks and speeds, as far as they were measured."""
     network = answers.network
     if network is None:
         if len(answers.nodes) > 1:
-            yield unknown("network", "the network between the nodes was not probed")
+            yield unknown_finding("network", "the network between the nodes was not probed")
         return
     nodes = network.bad_nodes
     to_do = "leave the node out, and tell your cluster's support" if nodes else "tell your cluster's support"
@@ -34,22 +34,22 @@ def network(answers: NodeAnswers) -> Iterator[Finding]:
         level: Level = "warn" if network.lossy else "ok"
         yield Finding(check="network", level=level, found=network.words)
     else:
-        yield unknown("network", network.words)
-    yield from _clocks(network)
-    yield from _speed(network)
+        yield unknown_finding("network", network.words)
+    yield from _check_clocks(network)
+    yield from _check_speed(network)
 
 
-def interfaces(answers: NodeAnswers) -> Iterator[Finding]:
+def check_interfaces(answers: NodeAnswers) -> Iterator[Finding]:
     """Find nodes without a kind of network that most have: the ranks would meet on a slower one, which all nodes share."""
-    told = answers.of(lambda facts: facts.networks)
+    told = answers.by_node(lambda facts: facts.networks)
     kinds = sorted({kind for networks in told.values() for kind in networks}, key=speed_order)
     if not told:
-        yield unknown("interfaces", "no node answered in time which networks it has")
+        yield unknown_finding("interfaces", "no node answered in time which networks it has")
         return
     is_good = True
     for kind in kinds:
         counts = {node: networks.get(kind, 0) for node, networks in told.items()}
-        common, odd = odd_ones(counts)
+        common, odd = odd_nodes(counts)
         few = [node for node in odd if counts[node] < (common or 0)]
         if not few:
             continue
@@ -68,11 +68,11 @@ def interfaces(answers: NodeAnswers) -> Iterator[Finding]:
         yield Finding(check="interfaces", level="ok", found=f"all nodes have: {', '.join(common_kinds) or 'none'}")
 
 
-def _clocks(network: NetworkFindings) -> Iterator[Finding]:
+def _check_clocks(network: NetworkFindings) -> Iterator[Finding]:
     if not network.paces:
-        yield unknown("clocks", "the clocks were not compared, as no two nodes could connect")
+        yield unknown_finding("clocks", "the clocks were not compared, as no two nodes could connect")
         return
-    ahead = clocks_of(network)
+    ahead = ahead_s_by_node(network)
     off = {node: seconds for node, seconds in ahead.items() if abs(seconds) > CLOCK_S}
     if not off:
         found = f"each clock is at most {max(map(abs, ahead.values())) * 1000:.0f} ms off the median of all"
@@ -91,7 +91,7 @@ def _clocks(network: NetworkFindings) -> Iterator[Finding]:
     yield Finding(check="clocks", level="fail" if is_bad else "warn", found=found, to_do=to_do, nodes=nodes)
 
 
-def clocks_of(network: NetworkFindings) -> dict[str, float]:
+def ahead_s_by_node(network: NetworkFindings) -> dict[str, float]:
     """Return by how many seconds each node's clock is ahead of the middle one."""
     ahead: dict[str, dict[str, float]] = defaultdict(dict)
     for pace in network.paces:
@@ -107,9 +107,9 @@ def clocks_of(network: NetworkFindings) -> dict[str, float]:
     return {node: seconds - middle for node, seconds in known.items()}
 
 
-def _speed(network: NetworkFindings) -> Iterator[Finding]:
+def _check_speed(network: NetworkFindings) -> Iterator[Finding]:
     if not network.paces:
-        yield unknown("speed", "no link was measured, as no two nodes could connect")
+        yield unknown_finding("speed", "no link was measured, as no two nodes could connect")
         return
     by_way = {(pace.sender, pace.receiver): pace.mb_per_s for pace in network.paces}
     rates = sorted(by_way.values())
@@ -130,7 +130,7 @@ def _speed(network: NetworkFindings) -> Iterator[Finding]:
     yield Finding(check="speed", level="warn", found=found, to_do=to_do, nodes=tuple(nodes))
 
 
-def slow_nodes(paces: Sequence[Pace], slow: Mapping[tuple[str, str], float]) -> list[str]:
+def slow_nodes(paces: Sequence[LinkMetrics], slow: Mapping[tuple[str, str], float]) -> list[str]:
     """Return the nodes of which all links are slow in one direction, where others are not: two slow links at least."""
     bad = set[str]()
     for one_end in (attrgetter("sender"), attrgetter("receiver")):

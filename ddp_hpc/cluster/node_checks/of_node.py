@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from ipaddress import ip_address
 
-from ddp_hpc.cluster.node_checks.answers import NodeAnswers, difference, judged, odd_ones, unknown
+from ddp_hpc.cluster.node_checks.answers import NodeAnswers, agreement_finding, judge_nodes, odd_nodes, unknown_finding
 from ddp_hpc.cluster.node_checks.facts import SOFTWARE, UNLIMITED
 from ddp_hpc.run.run_dir.preflight import Finding, Level
 
@@ -15,7 +15,7 @@ FEW_OPEN_FILES = 1024
 FEW_PROCESSES = 256
 """Each worker has tens of threads, and loader processes; all of a user on the node count, in all jobs."""
 SLOW_LOOKUP_S = 1.0
-MUST_AGREE: Mapping[str, Level] = {
+SOFTWARE_LEVELS: Mapping[str, Level] = {
     "python": "fail",
     "torch": "fail",
     "cuda": "fail",
@@ -28,13 +28,13 @@ MUST_AGREE: Mapping[str, Level] = {
 """Software -> what a difference between nodes is."""
 
 
-def answered(answers: NodeAnswers) -> Iterator[Finding]:
+def check_answered(answers: NodeAnswers) -> Iterator[Finding]:
     """Find nodes that did not answer, or not to the end, or left out a part."""
     silent = [node for node in answers.nodes if node not in answers.facts]
     if not answers.facts and not answers.unstarted:
         found = f"no node answered{answers.problem and f': {answers.problem}'}"
         to_do = "run `srun --overlap hostname` in the job, which shows why"
-        yield unknown("nodes", found, to_do)
+        yield unknown_finding("nodes", found, to_do)
     elif silent:
         why = answers.problem and f" ({answers.problem})"
         if answers.unstarted:  # srun has then ended it on the others
@@ -51,8 +51,10 @@ def answered(answers: NodeAnswers) -> Iterator[Finding]:
         )
     else:
         yield Finding(check="nodes", level="ok", found=f"all {len(answers.nodes)} answered")
-    slow = answers.of(lambda facts: facts.late or None)
-    hung = [node for node, late in slow.items() if any(part in _OF_FILES or part.startswith("path ") for part in late)]
+    slow = answers.by_node(lambda facts: facts.late or None)
+    hung = [
+        node for node, late in slow.items() if any(part in _FILES_PARTS or part.startswith("path ") for part in late)
+    ]
     for node, late in slow.items():
         # A file system that answers most nodes hangs on this one; anything else may be slow on a healthy node.
         is_proof = node in hung and len(hung) * 2 < len(answers.facts)
@@ -65,22 +67,22 @@ def answered(answers: NodeAnswers) -> Iterator[Finding]:
         )
 
 
-_OF_FILES = frozenset({"shared", "disks"})
+_FILES_PARTS = frozenset({"shared", "disks"})
 """Parts of a node's answer that wait for a file system, as `path ...` do."""
 
 
-def software(answers: NodeAnswers) -> Iterator[Finding]:
+def check_software(answers: NodeAnswers) -> Iterator[Finding]:
     """Find nodes with other versions."""
-    told = answers.of(lambda facts: facts.software)
+    told = answers.by_node(lambda facts: facts.software)
     for name in SOFTWARE:
         values = {node: software[name] for node, software in told.items() if name in software}
         if name in {"hip", "driver", "nccl", "cuda"} and not any(values.values()):
             continue  # none of these nodes has any
-        to_do = "use one environment on a shared file system, or an image" if MUST_AGREE[name] == "fail" else ""
-        yield difference(name, values, level=MUST_AGREE[name], to_do=to_do)
+        to_do = "use one environment on a shared file system, or an image" if SOFTWARE_LEVELS[name] == "fail" else ""
+        yield agreement_finding(name, values, level=SOFTWARE_LEVELS[name], to_do=to_do)
 
 
-LEAST_DRIVER: Mapping[str, int] = {"11": 450, "12": 525, "13": 580}
+MIN_DRIVER_BY_CUDA: Mapping[str, int] = {"11": 450, "12": 525, "13": 580}
 """CUDA's major version -> the oldest branch of NVIDIA's driver that runs its programs:
 https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html"""
 
@@ -96,35 +98,35 @@ def why_gpus_unused(software: Mapping[str, str]) -> str:
             if software.get("hip")
             else f"PyTorch {torch} is built without CUDA, so it does not use the GPUs of driver {driver}"
         )
-    least, branch = LEAST_DRIVER.get(cuda.partition(".")[0], 0), driver.partition(".")[0]
+    least, branch = MIN_DRIVER_BY_CUDA.get(cuda.partition(".")[0], 0), driver.partition(".")[0]
     if not branch.isdecimal() or int(branch) >= least:
         return ""
     return f"PyTorch {torch} is built with CUDA {cuda}, which needs NVIDIA's driver {least} or newer, but the driver is {driver}"
 
 
-TO_FIT = "install a PyTorch for the driver (docs/install.md has the table); an older driver does only with CUDA's forward compatibility package"
+DRIVER_ADVICE = "install a PyTorch for the driver (docs/install.md has the table); an older driver does only with CUDA's forward compatibility package"
 
 
-def drivers(answers: NodeAnswers) -> Iterator[Finding]:
+def check_drivers(answers: NodeAnswers) -> Iterator[Finding]:
     """Find nodes whose driver does not fit their PyTorch."""
-    told = answers.of(lambda facts: facts.software)
+    told = answers.by_node(lambda facts: facts.software)
     why = {node: reason for node, one in told.items() if (reason := why_gpus_unused(one))}
     for reason in sorted({*why.values()}):
         bad = [node for node in why if why[node] == reason]
-        yield judged("driver", bad, answers, f"{', '.join(bad)}: {reason}", "", level="warn", to_do=TO_FIT)
+        yield judge_nodes("driver", bad, answers, f"{', '.join(bad)}: {reason}", "", level="warn", to_do=DRIVER_ADVICE)
 
 
-def gpus(answers: NodeAnswers) -> Iterator[Finding]:
+def check_gpus(answers: NodeAnswers) -> Iterator[Finding]:
     """Find nodes with other GPUs, or fewer than the run asks for."""
     models = {
         node: ", ".join(f"{count} x {model}" for model, count in sorted(Counter(gpus).items()))
-        for node, gpus in answers.of(lambda facts: facts.gpus).items()
+        for node, gpus in answers.by_node(lambda facts: facts.gpus).items()
     }
     if any(models.values()):
         to_do = "ask for one type: `resources.gpu_type`, or `slurm.constraint`"
-        yield difference("GPU type", models, level="warn", to_do=to_do)
-    counts = answers.of(lambda facts: facts.num_gpus)
-    granted = answers.of(lambda facts: facts.granted_gpus)
+        yield agreement_finding("GPU type", models, level="warn", to_do=to_do)
+    counts = answers.by_node(lambda facts: facts.num_gpus)
+    granted = answers.by_node(lambda facts: facts.granted_gpus)
     asked = answers.asked.gpus_per_node
     if not asked and not any(granted.values()):
         return
@@ -142,29 +144,29 @@ def gpus(answers: NodeAnswers) -> Iterator[Finding]:
         found = "; ".join(f"{node} shows {counts[node]} of the {wanted[node]}" for node in few)
         good = f"each node shows as many as the job has on it: {min(needed.values())} or more"
         to_do = "compare `nvidia-smi -L` there with `scontrol show job -d`: if `nvidia-smi` lists fewer GPUs, the node has lost one: leave the node out (`slurm.exclude`)"
-        yield judged("GPUs", few, answers, found, good, to_do=to_do)
+        yield judge_nodes("GPUs", few, answers, found, good, to_do=to_do)
     if unseen:
         found = f"nothing on {', '.join(unseen)} shows whether there are GPUs: no device of NVIDIA's or AMD's driver, and no variable of the job"
-        yield unknown("GPUs", found, "check `nvidia-smi` (AMD: `rocm-smi`) on the node, and the job's `--gres`")
+        yield unknown_finding("GPUs", found, "check `nvidia-smi` (AMD: `rocm-smi`) on the node, and the job's `--gres`")
 
 
-def cpus(answers: NodeAnswers) -> Iterator[Finding]:
+def check_cpus(answers: NodeAnswers) -> Iterator[Finding]:
     """Find nodes that give a process fewer CPUs than its workers and their loader processes need."""
-    counts, asked = answers.of(lambda facts: facts.num_cpus), answers.asked.cpus_per_node
+    counts, asked = answers.by_node(lambda facts: facts.num_cpus), answers.asked.cpus_per_node
     if not asked:
         return
     few = [node for node, count in counts.items() if count < asked]
     found = ", ".join(f"{node} has {counts[node]}" for node in few)
     told = f"{found} CPUs for {asked} workers and loader processes"
     to_do = "raise `resources.cpus_per_worker`, lower `data.num_workers`, or check `--cpu-bind` in `slurm.srun_args`"
-    yield judged("CPUs", few, answers, told, f"{asked} or more on all nodes", level="warn", to_do=to_do)
+    yield judge_nodes("CPUs", few, answers, told, f"{asked} or more on all nodes", level="warn", to_do=to_do)
 
 
-def names(answers: NodeAnswers) -> Iterator[Finding]:
+def check_names(answers: NodeAnswers) -> Iterator[Finding]:
     """Find nodes that resolve the name of another one to other addresses than most."""
-    told = answers.of(lambda facts: facts.names)
+    told = answers.by_node(lambda facts: facts.names)
     if not told:
-        yield unknown("names", "no node answered in time to which addresses it resolves the nodes' names")
+        yield unknown_finding("names", "no node answered in time to which addresses it resolves the nodes' names")
         return
     is_good = True
     views_of: dict[str, dict[str, str]] = defaultdict(dict)
@@ -179,7 +181,7 @@ def names(answers: NodeAnswers) -> Iterator[Finding]:
         if not views or set.intersection(*(set(view.split()) for view in views.values())):
             continue  # a node may know one address more, such as an IPv6 one
         is_good = False
-        common, odd = odd_ones(views)
+        common, odd = odd_nodes(views)
         unresolved = [node for node in views if not views[node]]
         to_do = f"compare `getent hosts {name}` on the nodes, and correct /etc/hosts or the DNS"
         blamed = tuple(odd) if common else ()
@@ -190,7 +192,9 @@ def names(answers: NodeAnswers) -> Iterator[Finding]:
         found = "each node resolves the names of the others to the same addresses"
         yield Finding(check="names", level="ok", found=found)
     slow = {
-        node: seconds for node, seconds in answers.of(lambda facts: facts.reverse_s).items() if seconds > SLOW_LOOKUP_S
+        node: seconds
+        for node, seconds in answers.by_node(lambda facts: facts.reverse_s).items()
+        if seconds > SLOW_LOOKUP_S
     }
     if slow:
         worst = max(slow, key=lambda node: slow[node])
@@ -199,10 +203,10 @@ def names(answers: NodeAnswers) -> Iterator[Finding]:
         yield Finding(check="reverse DNS", level="warn", found=found, to_do=to_do, nodes=())
 
 
-def limits(answers: NodeAnswers) -> Iterator[Finding]:
+def check_limits(answers: NodeAnswers) -> Iterator[Finding]:
     """Find nodes whose limits are too low."""
-    told = answers.of(lambda facts: facts.limits)
-    rdma = answers.of(lambda facts: facts.has_rdma or None)
+    told = answers.by_node(lambda facts: facts.limits)
+    rdma = answers.by_node(lambda facts: facts.has_rdma or None)
     needed = max(FEW_OPEN_FILES, answers.asked.open_files)
     few = [node for node, one in told.items() if UNLIMITED < one.get("nofile", UNLIMITED) < needed]
     if few:
@@ -212,18 +216,18 @@ def limits(answers: NodeAnswers) -> Iterator[Finding]:
             "have the hard limit raised, `ulimit -Hn`: in slurmd's service (LimitNOFILE) or /etc/security/limits.conf"
         )
         level: Level = "fail" if fewest < answers.asked.open_files else "warn"
-        yield judged("limits", few, answers, found, "", level=level, to_do=to_do)
+        yield judge_nodes("limits", few, answers, found, "", level=level, to_do=to_do)
     crowded = [node for node, one in told.items() if UNLIMITED < one.get("nproc", UNLIMITED) < FEW_PROCESSES]
     if crowded:
         found = f"a user may have only {min(told[node]['nproc'] for node in crowded)} processes and threads on {', '.join(crowded)}"
         to_do = "raise the limit: `slurm.setup=['ulimit -u $(ulimit -Hu)']`, or ask your cluster's support"
-        yield judged("limits", crowded, answers, found, "", level="warn", to_do=to_do)
+        yield judge_nodes("limits", crowded, answers, found, "", level="warn", to_do=to_do)
     locked = [node for node in rdma if told.get(node, {}).get("memlock", UNLIMITED) != UNLIMITED]
     if locked:
         found = (
             f"the memory that a process may lock is limited on {', '.join(locked)}, but InfiniBand needs it unlimited"
         )
         to_do = "raise the limit: `slurm.setup=['ulimit -l unlimited']`"
-        yield judged("limits", locked, answers, found, "", level="warn", to_do=to_do)
+        yield judge_nodes("limits", locked, answers, found, "", level="warn", to_do=to_do)
     if told and not few and not crowded and not locked:
         yield Finding(check="limits", level="ok", found="open files, processes and locked memory suffice on all nodes")

@@ -18,7 +18,7 @@ NCCL_ANSWER_S = 1.0
 MOST_BYTES = 16 << 20
 """The largest answer that is read; a flight record of 2,000 entries has about 1 MB."""
 _CHUNK = 1 << 16
-_CREDENTIALS = struct.Struct("3i")
+_UCRED_STRUCT = struct.Struct("3i")
 
 
 class NoAnswerError(Exception):
@@ -34,10 +34,10 @@ class NoHandlerError(NoAnswerError):
     """This PyTorch does not know the question."""
 
 
-def peer_of(connection: socket.socket) -> tuple[int, int]:
+def pid_and_uid(connection: socket.socket) -> tuple[int, int]:
     """Return process id and user id of the process that began to listen (SO_PEERCRED, unix(7)); 0 is one in another namespace."""
-    packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    pid, uid, _ = _CREDENTIALS.unpack(packed)
+    packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED_STRUCT.size)
+    pid, uid, _ = _UCRED_STRUCT.unpack(packed)
     return pid, uid
 
 
@@ -99,7 +99,7 @@ class RankProbe:
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
                 connection.settimeout(self.answer_s)
                 connection.connect(str(self.path))
-                pid, uid = peer_of(connection)
+                pid, uid = pid_and_uid(connection)
                 if uid != os.getuid():
                     raise NoAnswerError(f"{self.path} belongs to another user (user id {uid})")
                 return pid, self._read(connection, handler, ends_at)

@@ -14,11 +14,11 @@ from typing import Any
 from ddp_hpc.base.processes import host_name, kernel_text
 from ddp_hpc.cluster.rank_probe.client import ANSWER_S, NoAnswerError, NoHandlerError, RankProbe
 from ddp_hpc.cluster.rank_probe.compare_ranks import is_in_distributed, main_thread_frames
-from ddp_hpc.run.run_dir.hang_records import DUMPING, RankInHang, write_hang_record
+from ddp_hpc.run.run_dir.hang_records import DUMPING_STATE, RankInHang, write_hang_record
 from ddp_hpc.run.run_dir.paths import RunDir
 
 _AT_ONCE = 16
-_MOST_LINE = 200
+_MOST_LINE_CHARS = 200
 _STATES = {"R": "running", "S": "sleeping", "T": "stopped", "t": "stopped by a debugger", "Z": "ended", "X": "ended"}
 """Letters of proc_pid_stat(5)."""
 
@@ -27,7 +27,7 @@ def keep_hang_records(run: RunDir, attempt: int, ranks: Mapping[int, Path], *, a
     """Ask these ranks, whose sockets are given, all at once; write a record of each. A rank that does not answer has one, too."""
 
     def keep(rank: int) -> None:
-        record = collect(rank, RankProbe(path=ranks[rank], answer_s=answer_s))
+        record = ask_rank(rank, RankProbe(path=ranks[rank], answer_s=answer_s))
         with suppress(OSError):  # a full disk: then the report of the hang has what the logs say
             write_hang_record(run, attempt, record)
 
@@ -36,7 +36,7 @@ def keep_hang_records(run: RunDir, attempt: int, ranks: Mapping[int, Path], *, a
         list(pool.map(keep, ranks))
 
 
-def collect(rank: int, probe: RankProbe, *, pid: int | None = None, with_stacks: bool = True) -> RankInHang:
+def ask_rank(rank: int, probe: RankProbe, *, pid: int | None = None, with_stacks: bool = True) -> RankInHang:
     """Ask one rank everything; `pid` is its process, where that is known without asking."""
     unknown: dict[str, str] = {}
     try:
@@ -55,7 +55,7 @@ def collect(rank: int, probe: RankProbe, *, pid: int | None = None, with_stacks:
     answers = "ping" not in unknown
     state = process_state(pid)
     # The stacks come last: where a thread holds the interpreter, that question stays with the server, and takes one of its threads.
-    flight_record = ask("flight_record", partial(flight_record_of_all, probe)) if answers else None
+    flight_record = ask("flight_record", partial(merged_flight_record, probe)) if answers else None
     stacks = ask("stacks", probe.stacks) if answers and with_stacks else None
     return RankInHang(
         rank=rank,
@@ -71,7 +71,7 @@ def collect(rank: int, probe: RankProbe, *, pid: int | None = None, with_stacks:
     )
 
 
-def flight_record_of_all(probe: RankProbe) -> dict[str, Any]:
+def merged_flight_record(probe: RankProbe) -> dict[str, Any]:
     """Return the collectives of gloo and NCCL in one record, by the time of their launch.
 
     Raises:
@@ -106,7 +106,7 @@ def _innermost_line(stacks: str) -> str:
     if not frames or is_in_distributed(stacks):
         return ""
     path, _, number = frames[0].partition(" in ")[0].rpartition(":")
-    return linecache.getline(path, int(number)).strip()[:_MOST_LINE]
+    return linecache.getline(path, int(number)).strip()[:_MOST_LINE_CHARS]
 
 
 def process_state(pid: int | None) -> str:
@@ -116,7 +116,7 @@ def process_state(pid: int | None) -> str:
     process = Path(f"/proc/{pid}")
     # Its letter is that of a process that runs. proc_pid_status(5), since Linux 4.15.
     if "CoreDumping:\t1" in kernel_text(process / "status"):
-        return DUMPING
+        return DUMPING_STATE
     letter = kernel_text(process / "stat").rpartition(")")[2].split()[:1]
     if letter != ["D"]:
         return _STATES.get("".join(letter), "")

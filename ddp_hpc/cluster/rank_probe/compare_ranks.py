@@ -14,17 +14,17 @@ from math import prod
 from typing import Any
 
 from ddp_hpc.run.run_dir.failure_reports import HangKind
-from ddp_hpc.run.run_dir.hang_records import DUMPING, RankInHang
+from ddp_hpc.run.run_dir.hang_records import DUMPING_STATE, RankInHang
 
 _SAME_SIZE = frozenset({"all_reduce", "allreduce", "broadcast", "allreduce_coalesced"})
 """Operations to which every rank gives as many elements of the same type. To a gather or a scatter, ranks may give different ones."""
 _THREAD = re.compile(r"^(?:Current thread|Thread) .*?:\n((?:  .*\n?)*)", re.MULTILINE)
 _FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>.+)$', re.MULTILINE)
-_NOT_MAIN = ("threading.py", "concurrent/futures/thread.py")
-_NOT_USERS = ("/torch/", "/ddp_hpc/", "/lib/python", "<frozen")
+_THREAD_FILES = ("threading.py", "concurrent/futures/thread.py")
+_LIBRARY_PATHS = ("/torch/", "/ddp_hpc/", "/lib/python", "<frozen")
 _MOST_NAMED = 4
 _LOADER = "torch/utils/data"
-_WAIT = re.compile(
+_WAIT_CALLS = re.compile(
     r"\b(?:wait(?!pid)\w*|synchronize|item|tolist|cpu|numpy|cuda|to|i?recv\w*|i?send\w*|barrier|join|result|get|acquire)\s*\("
 )
 """Calls in which a rank may wait for another one, or for a GPU that does. They are methods of C, which have no frame of their own."""
@@ -89,16 +89,16 @@ class _RankCollectives:
 def compare(records: Sequence[RankInHang], world_size: int) -> ComparedRanks:
     """Compare the records of one hang. A rank that has crashed explains it alone."""
     by_rank = {record.rank: record for record in records}
-    if crashed := [rank for rank, record in sorted(by_rank.items()) if record.state == DUMPING]:
+    if crashed := [rank for rank, record in sorted(by_rank.items()) if record.state == DUMPING_STATE]:
         return ComparedRanks(kind="crashed", ranks=crashed, how=_say_doing(by_rank[crashed[0]]))
     # A flight record without entries is of a rank that has not launched a collective.
     known = {rank: record.flight_record for rank, record in by_rank.items() if record.flight_record is not None}
     ranks = {rank: _read(one) for rank, one in known.items() if isinstance(one.get("entries", []), list)}
-    return _Collectives(by_rank, ranks).compare(world_size)
+    return _Comparison(by_rank, ranks).compare(world_size)
 
 
 @dataclass(frozen=True)
-class _Collectives:
+class _Comparison:
     """The records of one hang, and what those that have collectives say of these."""
 
     by_rank: Mapping[int, RankInHang]
@@ -113,7 +113,9 @@ class _Collectives:
 
     def compare(self, world_size: int) -> ComparedRanks:
         """Compare the ranks' collectives, and how they wait."""
-        held = [rank for rank, record in sorted(self.by_rank.items()) if rank not in self.ranks and _is_held(record)]
+        held = [
+            rank for rank, record in sorted(self.by_rank.items()) if rank not in self.ranks and _is_kernel_held(record)
+        ]
         by_kernel = (
             ComparedRanks(kind="behind", ranks=held, how=_say_doing(self.by_rank[held[0]])) if held else _UNKNOWN
         )
@@ -140,11 +142,11 @@ class _Collectives:
         """Return what all ranks do that wait for each other; for those in `complete`, all ranks have launched what they wait in."""
         if not complete:
             first = [(rank, self.waits[rank][0]) for rank in sorted(self.waits)[:_MOST_NAMED]]
-            named = "; ".join(f"rank {rank} waits in {_name(one)}{_at(self.by_rank[rank])}" for rank, one in first)
+            named = "; ".join(f"rank {rank} waits in {_op_words(one)}{_at(self.by_rank[rank])}" for rank, one in first)
             how = f"ranks wait for each other in different groups: {named}. All ranks must use their groups in the same order"
             return ComparedRanks(kind="different", ranks=sorted(self.waits), how=how)
         one = self.waits[complete[0]][0]
-        how = f"no rank is behind: all have launched the same collectives, up to {_name(one)}, which does not end"
+        how = f"no rank is behind: all have launched the same collectives, up to {_op_words(one)}, which does not end"
         return ComparedRanks(kind="network", ranks=sorted(self.ranks), how=how)
 
     def _find_difference(self) -> ComparedRanks | None:
@@ -155,7 +157,7 @@ class _Collectives:
             other = next((rank for rank in sorted(there) if there[rank].is_incompatible(there[first])), None)
             if other is not None:
                 said = [f"rank {rank} calls {there[rank].words}{_at(self.by_rank[rank])}" for rank in (first, other)]
-                how = f"{', '.join(said)}; collective {number} of {_group(there[first])} must be the same on all its ranks"
+                how = f"{', '.join(said)}; collective {number} of {_group_words(there[first])} must be the same on all its ranks"
                 return ComparedRanks(kind="different", ranks=[first, other], how=how)
         return None
 
@@ -183,7 +185,7 @@ class _Collectives:
         newest, how = self.ranks[behind[0]].newest, _say_doing(self.by_rank[behind[0]])
         for awaited in (one for several in self.waits.values() for one in several):
             if newest.get(awaited.group, 0) < awaited.number:
-                how += f": it has launched {newest.get(awaited.group, 0)} collectives of {_group(awaited)}, and others wait in collective {awaited.number}, {awaited.words}"
+                how += f": it has launched {newest.get(awaited.group, 0)} collectives of {_group_words(awaited)}, and others wait in collective {awaited.number}, {awaited.words}"
                 break
         if len(behind) > 1:
             more = ", ".join(map(str, behind[1:_MOST_NAMED])) + (" and more" if len(behind) > _MOST_NAMED else "")
@@ -201,40 +203,40 @@ def _say_doing(record: RankInHang) -> str:
     """Say what a rank does that no other one waits with."""
     if record.state.startswith("stopped"):
         return f"is {record.state} (SIGSTOP)" if record.state == "stopped" else f"is {record.state}"
-    if record.state == DUMPING:
+    if record.state == DUMPING_STATE:
         return "has crashed, and the kernel still writes its core file (a limit of 0 for core files, `ulimit -c 0`, prevents that)"
     if record.state.startswith("in the kernel"):
-        where = f", at {place(record)}" if place(record) else ""
+        where = f", at {place_in_code(record)}" if place_in_code(record) else ""
         return f"waits {record.state}, as for a file system that does not answer{where}"
     if record.holds_interpreter:
         return "is in a call that holds Python's interpreter (GIL), so that its line is not known"
     if not record.answers:
         return "does not answer"
-    return f"is in {place(record) or 'code without a Python frame'}"
+    return f"is in {place_in_code(record) or 'code without a Python frame'}"
 
 
-def _is_held(record: RankInHang) -> bool:
+def _is_kernel_held(record: RankInHang) -> bool:
     """Tell whether the kernel says that a process which does not answer cannot."""
     return record.state.startswith(("stopped", "in the kernel"))
 
 
 def _may_wait(record: RankInHang) -> bool:
     """Tell whether a rank waits for others, or may: by its stack, as not all that ranks wait in is recorded."""
-    if _is_held(record):
+    if _is_kernel_held(record):
         return False
     if record.stacks is None:
         return not record.holds_interpreter
-    return is_in_distributed(record.stacks) or (bool(_WAIT.search(record.line)) and not _loads(record))
+    return is_in_distributed(record.stacks) or (bool(_WAIT_CALLS.search(record.line)) and not _is_loading_data(record))
 
 
 def _is_unclear(record: RankInHang) -> bool:
     """Tell whether a rank that sleeps in a line that is not known may wait in it for another one."""
-    if _is_held(record) or record.holds_interpreter or record.state == "running" or record.line:
+    if _is_kernel_held(record) or record.holds_interpreter or record.state == "running" or record.line:
         return False
-    return not _loads(record)
+    return not _is_loading_data(record)
 
 
-def _loads(record: RankInHang) -> bool:
+def _is_loading_data(record: RankInHang) -> bool:
     """Tell whether a rank waits for its samples."""
     return any(_LOADER in frame for frame in main_thread_frames(record.stacks or "")[:8])
 
@@ -244,30 +246,30 @@ def is_in_distributed(stacks: str) -> bool:
     return any("torch/distributed/" in frame or "sealed_store.py" in frame for frame in main_thread_frames(stacks)[:4])
 
 
-def place(record: RankInHang) -> str:
+def place_in_code(record: RankInHang) -> str:
     """Return the innermost line of the user's code in the main thread, or else the innermost line."""
     frames = main_thread_frames(record.stacks or "")
-    return next((frame for frame in frames if not any(part in frame for part in _NOT_USERS)), "".join(frames[:1]))
+    return next((frame for frame in frames if not any(part in frame for part in _LIBRARY_PATHS)), "".join(frames[:1]))
 
 
 def main_thread_frames(stacks: str) -> list[str]:
     """Return the frames of the main thread: the one whose outermost frame is not in `threading`."""
     for thread in _THREAD.finditer(stacks):
         frames = [f"{match['file']}:{match['line']} in {match['function']}" for match in _FRAME.finditer(thread[1])]
-        if frames and not any(part in frames[-1] for part in _NOT_MAIN):
+        if frames and not any(part in frames[-1] for part in _THREAD_FILES):
             return frames
     return []
 
 
 def _at(record: RankInHang) -> str:
-    return f" at {place(record)}" if place(record) else ""
+    return f" at {place_in_code(record)}" if place_in_code(record) else ""
 
 
-def _name(one: Collective) -> str:
-    return f"{one.operation} (number {one.number} of {_group(one)})"
+def _op_words(one: Collective) -> str:
+    return f"{one.operation} (number {one.number} of {_group_words(one)})"
 
 
-def _group(one: Collective) -> str:
+def _group_words(one: Collective) -> str:
     return f"group {one.group[0]}{f' ({one.title})' if one.title not in ('', 'undefined') else ''}"
 
 

@@ -19,7 +19,7 @@ from ddp_hpc.cluster.rank_probe.folder import socket_of
 from ddp_hpc.run.run_dir.paths import RunDir
 
 _FORMAT = struct.Struct("dd")
-Work = Callable[[], object]
+BackgroundWork = Callable[[], object]
 """What may wait for a shared file system, beside its caller, who never waits for it."""
 LOOK_S = 2.0
 """The longest time between two looks: a deadline may come nearer, as when building has ended and training begins."""
@@ -56,7 +56,7 @@ class HangCollector:
     attempt: int
     folder: Path
     ranks: Iterable[int]
-    run_work: Callable[[Work], object] = lambda work: work()
+    run_work: Callable[[BackgroundWork], object] = lambda work: work()
     """How to ask and to write: beside a caller that must not wait for a file system."""
     _asked_for: float = 0.0
     """The deadline before which the ranks were asked last."""
@@ -107,12 +107,12 @@ def _read(path: Path) -> tuple[float, float] | None:
     return None if ends_at == float("inf") else (ends_at, min(_MOST_LEAD_S, _LEAD * allowed_s))
 
 
-def in_thread(work: Work) -> None:
+def run_in_thread(work: BackgroundWork) -> None:
     """Do it in a thread. A process that forks later must not have one."""
     threading.Thread(target=work, name="ddp-hpc-hang-record", daemon=True).start()
 
 
-def in_child(work: Work) -> None:
+def run_in_child(work: BackgroundWork) -> None:
     """Do it in a forked process, which ends with this one; the caller has no other thread, and reaps its children."""
     parent = os.getpid()
     with suppress(OSError):  # no process can be made: then the report of the hang has what the logs say

@@ -18,11 +18,11 @@ _MARK = ".ddp-hpc-ranks"
 """A file that says who has made the directory: another's directory may have a name of this kind."""
 LINK = "tmp"
 """Where it is needed, a short way to the directory for temporary files."""
-_OURS = re.compile(rf"{re.escape(_MARK)}|{LINK}|rank-\d+(?:\.deadline)?")
+_ENTRY_PATTERN = re.compile(rf"{re.escape(_MARK)}|{LINK}|rank-\d+(?:\.deadline)?")
 """What is in such a directory; one with anything else stays as it is."""
-_PLACES = ("/tmp", "/dev/shm")  # noqa: S108  `mkdtemp` makes a name that nobody could have taken, for this user only
+_TMP_DIRS = ("/tmp", "/dev/shm")  # noqa: S108  `mkdtemp` makes a name that nobody could have taken, for this user only
 """Disks of a node, with paths short enough for a socket: 107 bytes (unix(7)). TMPDIR may be on a shared file system."""
-_MOST_BYTES = 16
+_MOST_DEADLINE_BYTES = 16
 """A deadline has two numbers."""
 _YOUNG_S = 60.0
 """A directory that was made this recently may not be locked yet."""
@@ -49,7 +49,7 @@ def socket_of(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank}"
 
 
-def make_folder(places: Sequence[str] = _PLACES) -> ProbeFolder | None:
+def make_folder(places: Sequence[str] = _TMP_DIRS) -> ProbeFolder | None:
     """Make a directory for the sockets of this node's ranks; None where no disk of this node can be written."""
     for place in places:
         with suppress(OSError):
@@ -89,16 +89,16 @@ def _remove(path: Path, fd: int) -> None:
     names = sorted(os.listdir(fd), key=lambda name: name == _MARK)  # the mark goes last
     if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) != stat.S_IRWXU:
         return
-    if not all(_is_ours(name, fd) for name in names):
+    if not all(_is_probe_file(name, fd) for name in names):
         return
     for name in names:
         os.unlink(name, dir_fd=fd)
     path.rmdir()  # it is empty, or it stays
 
 
-def _is_ours(name: str, fd: int) -> bool:
+def _is_probe_file(name: str, fd: int) -> bool:
     """Tell whether it is the mark, the link, a rank's socket, or a rank's deadline."""
     found = os.stat(name, dir_fd=fd, follow_symlinks=False)
-    is_small = stat.S_ISREG(found.st_mode) and found.st_size <= _MOST_BYTES
+    is_small = stat.S_ISREG(found.st_mode) and found.st_size <= _MOST_DEADLINE_BYTES
     is_kind = is_small or stat.S_IFMT(found.st_mode) in {stat.S_IFSOCK, stat.S_IFLNK}
-    return _OURS.fullmatch(name) is not None and is_kind and found.st_uid == os.getuid()
+    return _ENTRY_PATTERN.fullmatch(name) is not None and is_kind and found.st_uid == os.getuid()

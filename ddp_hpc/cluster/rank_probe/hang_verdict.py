@@ -14,7 +14,7 @@ from ddp_hpc.run.run_dir.failure_reports import HangKind
 from ddp_hpc.run.run_dir.hang_records import RankInHang
 from ddp_hpc.run.run_dir.network import NetworkFindings
 
-_WAITING_FOR_OTHERS = (
+_WAITING_CODE_PATHS = (
     *("torch/distributed/", "torch/autograd/", "torch/nn/parallel/"),
     "ddp_hpc/train/sealed_store.py",
 )
@@ -35,7 +35,7 @@ class RankStack:
 
     @property
     def waits_for_others(self) -> bool:
-        return any(part in frame for frame in self.frames[:4] for part in _WAITING_FOR_OTHERS)
+        return any(part in frame for frame in self.frames[:4] for part in _WAITING_CODE_PATHS)
 
     @property
     def place(self) -> str:

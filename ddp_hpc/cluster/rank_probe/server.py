@@ -12,27 +12,27 @@ from importlib import import_module
 from pathlib import Path
 
 from ddp_hpc.base.processes import all_signals_blocked
-from ddp_hpc.base.thread_room import Room, thread_room
-from ddp_hpc.cluster.rank_probe.client import peer_of
+from ddp_hpc.base.thread_room import ThreadRoom, thread_room
+from ddp_hpc.cluster.rank_probe.client import pid_and_uid
 
 _FEWEST_THREADS = 8
-_TIMES = 4
+_SAFETY_FACTOR = 4
 """How many times the server's threads must have room: others are started at the same moment, by these ranks and by other jobs."""
-_RESERVE = 256
+_SPARE_THREADS = 256
 """How many threads a training itself may need in each rank: of loaders, OpenMP, NCCL, CUDA and the compiler."""
-_ERRORS_ONLY = 2
+_ERROR_LOG_LEVEL = 2
 """PyTorch's number for the level ERROR; what the server prints at its start has the level WARNING."""
-_answering: list[tuple[int, Path]] = []
+_started_servers: list[tuple[int, Path]] = []
 """Process ids and sockets of the servers that were started: a fork has a copy of this list, and of no thread."""
 
 
-def serve(socket: Path, *, num_ranks: int = 1, room: Room | None = None) -> str:
+def serve(socket: Path, *, num_ranks: int = 1, room: ThreadRoom | None = None) -> str:
     """Let this process answer at `socket`; return why it cannot, or an empty text. PyTorch has been imported before.
 
     The directory of the socket must be one that only this user can enter. `num_ranks` is how many processes of this node do so;
     `room` is what the node's limits leave, by default what they say.
     """
-    if (os.getpid(), socket) in _answering:
+    if (os.getpid(), socket) in _started_servers:
         return ""
     if "torch" not in sys.modules:
         return "PyTorch is not imported"
@@ -46,23 +46,23 @@ def serve(socket: Path, *, num_ranks: int = 1, room: Room | None = None) -> str:
             return why_not
         socket.unlink(missing_ok=True)  # of a process that was killed
         # Its threads take over the mask: no signal is ever delivered to one of them in place of the main thread.
-        with all_signals_blocked(), _without_its_log():
+        with all_signals_blocked(), _muted_torch_log():
             started = server(str(socket), -1)
         # It answers to the end of the process. A destructor would wait for threads, which a fork does not have.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(started))
-        _answering.append((os.getpid(), socket))
+        _started_servers.append((os.getpid(), socket))
     except Exception as error:  # noqa: BLE001  a training must not end because it cannot be asked
         return f"PyTorch's worker server did not start: {error}"
     return ""
 
 
-def _why_no_threads(num_ranks: int, room: Room | None) -> str:
+def _why_no_threads(num_ranks: int, room: ThreadRoom | None) -> str:
     """Return why the server must not start; an empty text where there is room for many more threads than it needs.
 
     It starts one thread for each CPU of the node, and where one cannot be started, PyTorch ends the whole process.
     """
     num_threads = 1 + max(_FEWEST_THREADS, (os.cpu_count() or 1) - 1)
-    needed = num_ranks * (_TIMES * num_threads + _RESERVE)
+    needed = num_ranks * (_SAFETY_FACTOR * num_threads + _SPARE_THREADS)
     if room is None or room[0] >= needed:
         return ""
     return (
@@ -81,7 +81,7 @@ def is_taken(socket: Path) -> bool:
             return True
         except OSError:
             return False
-        pid, _ = peer_of(connection)
+        pid, _ = pid_and_uid(connection)
     return pid != os.getpid() and (pid == 0 or Path(f"/proc/{pid}").exists())
 
 
@@ -115,7 +115,7 @@ def serve_at_rendezvous(
 
 
 @contextmanager
-def _without_its_log() -> Iterator[None]:
+def _muted_torch_log() -> Iterator[None]:
     """Leave out what PyTorch's C++ code prints meanwhile below the level ERROR.
 
     Descriptor 2 stays as it is: a child that another thread of a script starts in this moment inherits it.
@@ -127,7 +127,7 @@ def _without_its_log() -> Iterator[None]:
         yield
         return
     before = level.value
-    level.value = max(before, _ERRORS_ONLY)
+    level.value = max(before, _ERROR_LOG_LEVEL)
     try:
         yield
     finally:

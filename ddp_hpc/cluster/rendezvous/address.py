@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from ddp_hpc.base.errors import ConfigError, DdpHpcError, WorkerError
 from ddp_hpc.cluster.rendezvous.choose_network import (
     LOOPBACK_ADDRESS,
-    ONE_NODE,
+    ONE_NODE_REASON,
     by_speed,
     choose_address,
     interface_with_address,
@@ -28,10 +28,10 @@ from ddp_hpc.cluster.rendezvous.choose_network import (
 )
 from ddp_hpc.cluster.rendezvous.interfaces import Interface, local_interfaces
 from ddp_hpc.cluster.rendezvous.ports import is_free
-from ddp_hpc.cluster.rendezvous.worker_env import OURS, USERS, Fact
+from ddp_hpc.cluster.rendezvous.worker_env import OUR_SOURCE, USERS, Sourced
 from ddp_hpc.cluster.slurm.allocation import Allocation
 
-Ask = Callable[[], Mapping[str, Sequence[Interface]]]
+AskInterfaces = Callable[[], Mapping[str, Sequence[Interface]]]
 """Asks the nodes of the job for their interfaces; a node that does not answer is left out."""
 _MOST_NEIGHBOURS = 3
 """How many names rank zero's node tries to resolve: each may take ten seconds if the name service is broken."""
@@ -85,13 +85,13 @@ class Host:
             return next(iter(others or (found if may_be_loopback else ())), None)
         return name
 
-    def interface_towards(self, address: str) -> Fact:
+    def interface_towards(self, address: str) -> Sourced:
         """Return the name of this node's interface on the route to rank zero."""
         interface = self.interface_to(address)
         if interface is None:
-            return Fact(rule=f"this node has no route to {address}, so the libraries choose the interface")
+            return Sourced(rule=f"this node has no route to {address}, so the libraries choose the interface")
         rule = f"the interface of this node on the route to {address}"
-        return Fact(value=interface.name, source="routing table", rule=rule)
+        return Sourced(value=interface.name, source="routing table", rule=rule)
 
 
 def this_host() -> Host:
@@ -99,19 +99,21 @@ def this_host() -> Host:
     return Host(interfaces=local_interfaces(), num_cpus=len(os.sched_getaffinity(0)))
 
 
-def address_for_task(environ: Mapping[str, str], allocation: Allocation | None, host: Host) -> Fact:
+def address_for_task(environ: Mapping[str, str], allocation: Allocation | None, host: Host) -> Sourced:
     """Return rank zero's address: the user's, or else the one that this process finds; without a value where it finds none."""
     if users := environ.get("MASTER_ADDR"):
-        return Fact(value=users, source=USERS, rule="already set in the environment, so not changed")
+        return Sourced(value=users, source=USERS, rule="already set in the environment, so not changed")
     if allocation is None:
-        return Fact(value=LOOPBACK_ADDRESS, source=OURS, rule="a single process, no Slurm job")
+        return Sourced(value=LOOPBACK_ADDRESS, source=OUR_SOURCE, rule="a single process, no Slurm job")
     try:
         return find_address(allocation, host)
     except DdpHpcError as error:
-        return Fact(rule=str(error))
+        return Sourced(rule=str(error))
 
 
-def find_address(allocation: Allocation, host: Host, *, preferred: Sequence[str] = (), ask: Ask | None = None) -> Fact:
+def find_address(
+    allocation: Allocation, host: Host, *, preferred: Sequence[str] = (), ask: AskInterfaces | None = None
+) -> Sourced:
     """Return the address at which this process should connect to rank zero.
 
     A supervisor passes `ask`, and the interfaces that the user prefers; it decides for all nodes of the job.
@@ -125,7 +127,7 @@ def find_address(allocation: Allocation, host: Host, *, preferred: Sequence[str]
         )
     others = [node for node in nodes if node != zero]
     if not others and not preferred:
-        return Fact(value=LOOPBACK_ADDRESS, source=OURS, rule=ONE_NODE)
+        return Sourced(value=LOOPBACK_ADDRESS, source=OUR_SOURCE, rule=ONE_NODE_REASON)
     if step is None:
         own = {zero: host.interfaces} if here == zero else {}
         is_plain = own and (not others or sum(why_unusable(interface) is None for interface in host.interfaces) == 1)
@@ -137,7 +139,7 @@ def find_address(allocation: Allocation, host: Host, *, preferred: Sequence[str]
     return _resolve_zero(zero, host, is_for_all=ask is not None)
 
 
-def _find_own_address(zero: str, others: Sequence[str], host: Host) -> Fact:
+def _find_own_address(zero: str, others: Sequence[str], host: Host) -> Sourced:
     """Return the address of this node, which is rank zero's, from which it would send to another one.
 
     It does not resolve its own name: on Debian, /etc/hosts maps it to 127.0.1.1
@@ -148,22 +150,22 @@ def _find_own_address(zero: str, others: Sequence[str], host: Host) -> Fact:
     for name in others:
         if (theirs := host.address_of(name)) is not None:
             rule = f"{name} reaches this node at this address; this node's own name is not used, as it may mean 127.0.1.1 on this node itself"
-            return Fact(value=host.source_address(theirs), source="routing table", rule=rule)
-    raise _unknown_address(zero, others)
+            return Sourced(value=host.source_address(theirs), source="routing table", rule=rule)
+    raise _address_error(zero, others)
 
 
-def _resolve_zero(zero: str, host: Host, *, is_for_all: bool) -> Fact:
+def _resolve_zero(zero: str, host: Host, *, is_for_all: bool) -> Sourced:
     """Return the address to which this host resolves the name of rank zero's node."""
     address = host.address_of(zero)
     if address is None:
-        raise _unknown_address(zero, [zero])
+        raise _address_error(zero, [zero])
     rule = f"this host resolves {zero} to this address; other nodes resolve it, too, and {zero} itself uses its routing table"
     if is_for_all:
         rule = f"the address to which this host resolves {zero}, which did not say its networks"
-    return Fact(value=address, source="name service", rule=rule)
+    return Sourced(value=address, source="name service", rule=rule)
 
 
-def _unknown_address(zero: str, asked: Sequence[str]) -> WorkerError:
+def _address_error(zero: str, asked: Sequence[str]) -> WorkerError:
     return WorkerError(
         f"this host cannot resolve {', '.join(asked)} to an address that it can reach. Set MASTER_ADDR to an IP address of {zero}, the node of "
         "rank zero (in a job script: with `export`)."

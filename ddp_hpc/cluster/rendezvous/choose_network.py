@@ -11,14 +11,14 @@ from itertools import chain
 
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.cluster.rendezvous.interfaces import Address, Interface, Network
-from ddp_hpc.cluster.rendezvous.worker_env import Fact
+from ddp_hpc.cluster.rendezvous.worker_env import Sourced
 
 LOOPBACK_ADDRESS = "127.0.0.1"
-ONE_NODE = "the ranks are on one node, and no other host has to reach it"
+ONE_NODE_REASON = "the ranks are on one node, and no other host has to reach it"
 """Why ranks meet on loopback."""
 _DISCARD_PORT = 9
 
-Taken = tuple[Interface, Address, str]
+Chosen = tuple[Interface, Address, str]
 """The interface and address that were chosen, and why."""
 
 _VIRTUAL_NAMES: Mapping[str, str] = {
@@ -59,7 +59,7 @@ _RULES: Sequence[tuple[Callable[[Interface], bool], str]] = (
     (lambda nic: nic.kind == "tunnel" or nic.is_point_to_point, "a tunnel"),
     (lambda nic: not nic.is_up, "down"),
     (lambda nic: not nic.addresses, "no address"),
-    (lambda nic: not usable(nic), "only a link-local address"),
+    (lambda nic: not usable_addresses(nic), "only a link-local address"),
 )
 """Why an interface is refused: the first rule that holds. `_VIRTUAL_NAMES` come before these."""
 
@@ -84,7 +84,7 @@ def why_unusable(interface: Interface) -> str | None:
     return next(chain(by_name, by_fact), None)
 
 
-def usable(interface: Interface) -> tuple[Address, ...]:
+def usable_addresses(interface: Interface) -> tuple[Address, ...]:
     """Return the addresses that other nodes can reach, IPv4 first."""
     return tuple(sorted(filter(is_routable, interface.ips), key=lambda ip: ip.version))
 
@@ -123,7 +123,7 @@ def _preference(nic: Interface, preferred: Sequence[str]) -> int:
 
 def choose_address(
     facts_by_node: Mapping[str, Sequence[Interface]], order: Sequence[str], preferred: Sequence[str] = ()
-) -> Fact:
+) -> Sourced:
     """Choose the address at which the other ranks connect, among the networks of rank zero's node, which is the first in `order`.
 
     Interfaces whose names fit one of `preferred` come before all others, if all nodes can reach them.
@@ -142,7 +142,8 @@ def choose_address(
         )
     others = {node: usable_interfaces(facts_by_node[node]) for node in order[1:] if node in facts_by_node}
     best, asked = candidates[0], "the only node" if len(order) == 1 else "the only node whose networks are known"
-    taken, address, why = best, usable(best)[0], f"the fastest network of {zero}, {asked}: {_described(best)}"
+    taken, address = best, usable_addresses(best)[0]
+    why = f"the fastest network of {zero}, {asked}: {_described(best)}"
     passed_over: dict[str, str] = {}
     if others:
         shared, passed_over = _choose_shared_subnet(zero, candidates, others)
@@ -154,7 +155,7 @@ def choose_address(
             behind = f"{'not preferred' if is_less_wanted else 'slower'}: {_described(nic)}"
             refused[nic.name] = why_unusable(nic) or passed_over.get(nic.name) or behind
     rule = f"{taken.name}, {_why_preferred_or_not(taken, candidates, preferred)}{why}"
-    return Fact(value=str(address), source="network interfaces", rule=rule, refused=refused)
+    return Sourced(value=str(address), source="network interfaces", rule=rule, refused=refused)
 
 
 def _why_preferred_or_not(taken: Interface, candidates: Sequence[Interface], preferred: Sequence[str]) -> str:
@@ -172,7 +173,7 @@ def _why_preferred_or_not(taken: Interface, candidates: Sequence[Interface], pre
 
 def _choose_shared_subnet(
     zero: str, candidates: Sequence[Interface], others: Mapping[str, Sequence[Interface]]
-) -> tuple[Taken | None, dict[str, str]]:
+) -> tuple[Chosen | None, dict[str, str]]:
     """Choose the fastest network whose subnet all nodes share, or None; and say why faster ones are refused."""
     passed_over: dict[str, str] = {}
     for nic in candidates:
@@ -181,7 +182,7 @@ def _choose_shared_subnet(
             network, address = subnet.network, subnet.ip
             if not is_routable(address):
                 continue
-            problem = _not_shared(network, address, zero, others)
+            problem = _why_not_shared(network, address, zero, others)
             if problem is None:
                 where = f"{network}, {_described(nic)}{_other_names(nic, network, others)}"
                 rule = f"the fastest network that all {len(others) + 1} nodes are on: {where}"
@@ -190,21 +191,23 @@ def _choose_shared_subnet(
     return None, passed_over
 
 
-def _choose_routed(zero: str, candidates: Sequence[Interface], others: Mapping[str, Sequence[Interface]]) -> Taken:
+def _choose_routed(zero: str, candidates: Sequence[Interface], others: Mapping[str, Sequence[Interface]]) -> Chosen:
     """Choose the fastest kind of network that all nodes have, or else the fastest network; routers must connect the subnets."""
     for nic in candidates:
         if all(any(fabric(theirs) == fabric(nic) for theirs in has) for has in others.values()):
             rule = f"no subnet has all nodes; {fabric(nic)} is the fastest kind that all nodes have, and routers must connect them"
-            return nic, usable(nic)[0], rule
+            return nic, usable_addresses(nic)[0], rule
     best = candidates[0]
     rule = f"the nodes share neither a subnet nor a kind of network; this is the fastest of {zero}, and routers must connect them"
-    return best, usable(best)[0], rule
+    return best, usable_addresses(best)[0], rule
 
 
-def _not_shared(network: Network, address: Address, zero: str, others: Mapping[str, Sequence[Interface]]) -> str | None:
+def _why_not_shared(
+    network: Network, address: Address, zero: str, others: Mapping[str, Sequence[Interface]]
+) -> str | None:
     """Return why not all nodes share a subnet of rank zero's node, or None if they do."""
     for node, interfaces in others.items():
-        theirs = [ip for nic in interfaces for ip in usable(nic) if ip in network]
+        theirs = [ip for nic in interfaces for ip in usable_addresses(nic) if ip in network]
         if not theirs:
             return f"{node} has no address in {network}"
         if address in theirs:  # container bridges have the same address on every node
@@ -215,7 +218,7 @@ def _not_shared(network: Network, address: Address, zero: str, others: Mapping[s
 def _other_names(nic: Interface, network: Network, others: Mapping[str, Sequence[Interface]]) -> str:
     """Return the names of the interface on other nodes, each with one node as an example."""
     there = {
-        node: [theirs.name for theirs in interfaces if any(ip in network for ip in usable(theirs))]
+        node: [theirs.name for theirs in interfaces if any(ip in network for ip in usable_addresses(theirs))]
         for node, interfaces in others.items()
     }
     names = {names[0]: node for node, names in there.items() if names and nic.name not in names}

@@ -14,8 +14,8 @@ from ddp_hpc.cluster.rendezvous.address import Host, address_for_task
 from ddp_hpc.cluster.rendezvous.ports import MOST_TRIES, candidate_ports
 from ddp_hpc.cluster.rendezvous.worker_env import (
     COMPILER_CACHE,
-    OURS,
-    Fact,
+    OUR_SOURCE,
+    Sourced,
     WorkerEnv,
     endpoint,
     keep_users_values,
@@ -50,11 +50,11 @@ def derive(environ: Mapping[str, str], allocation: Allocation | None, host: Host
         **node_variables(_interface(address, allocation, host), computing),
     }
     if allocation is not None and step is None:
-        made[COMPILER_CACHE] = Fact(rule="each node has a directory of its own: each task finds it")
+        made[COMPILER_CACHE] = Sourced(rule="each node has a directory of its own: each task finds it")
     return WorkerEnv(process=process, variables=keep_users_values(made, environ))
 
 
-def _port(address: Fact, allocation: Allocation | None, host: Host) -> Fact:
+def _port(address: Sourced, allocation: Allocation | None, host: Host) -> Sourced:
     """Return the port. Only a process whose choice all others get checks whether the port is free."""
     step = allocation.step if allocation else None
     attempt = (allocation.restart_count if allocation else 0) + (step.step_id if step else 0)
@@ -62,34 +62,34 @@ def _port(address: Fact, allocation: Allocation | None, host: Host) -> Fact:
     is_ours = allocation is None or (step is None and allocation.is_on_first_node)
     if not is_ours or address.value is None:
         rule = "computed from job id, restart count and step id, so that all tasks get the same; not checked whether it is free"
-        return Fact(value=str(next(candidates)), source=OURS, rule=rule)
+        return Sourced(value=str(next(candidates)), source=OUR_SOURCE, rule=rule)
     taken: dict[str, str] = {}
     for port in candidates:
         if host.is_free(address.value, port):
             rule = "the first free port of those computed from the job id, below the ephemeral ports"
-            return Fact(value=str(port), source=OURS, rule=rule, refused=taken)
+            return Sourced(value=str(port), source=OUR_SOURCE, rule=rule, refused=taken)
         taken[str(port)] = "another process uses it"
-    return Fact(
+    return Sourced(
         rule=f"other processes use all {MOST_TRIES} ports that ddp-hpc tried: set MASTER_PORT to a free one",
         refused=taken,
     )
 
 
-def _interface(address: Fact, allocation: Allocation | None, host: Host) -> Fact:
+def _interface(address: Sourced, allocation: Allocation | None, host: Host) -> Sourced:
     if allocation is not None and allocation.step is None and allocation.node_names != (allocation.node_name,):
-        return Fact(rule="interface names may differ between nodes: each task finds its own")
+        return Sourced(rule="interface names may differ between nodes: each task finds its own")
     if address.value is None:
-        return Fact(rule="rank zero's address is not known; see MASTER_ADDR")
+        return Sourced(rule="rank zero's address is not known; see MASTER_ADDR")
     numeric = host.numeric_address(address.value, may_be_loopback=False)
     if numeric is None:
-        return Fact(rule=f"this host cannot resolve {address.value} to an address: set MASTER_ADDR to a numeric one")
+        return Sourced(rule=f"this host cannot resolve {address.value} to an address: set MASTER_ADDR to a numeric one")
     return host.interface_towards(numeric)
 
 
-def _threads_of_shell(allocation: Allocation, host: Host) -> Fact:
+def _threads_of_shell(allocation: Allocation, host: Host) -> Sourced:
     """Return the number of threads that each task of a shell's job should compute with."""
     if allocation.cpus_per_task is None:
-        return Fact(rule="the job was submitted without `--cpus-per-task`, so each task counts its own CPUs")
+        return Sourced(rule="the job was submitted without `--cpus-per-task`, so each task counts its own CPUs")
     is_here = allocation.process_kind == "shell on a node"
     num_cpus = min(allocation.cpus_per_task, host.num_cpus) if is_here else allocation.cpus_per_task
     return threads(num_cpus, source="Slurm")

@@ -23,15 +23,7 @@ import psutil
 from ddp_hpc.base.processes import kernel_text
 
 Kind = Literal[
-    "loopback",
-    "infiniband",
-    "rdma",
-    "ethernet",
-    "wireless",
-    "bridge",
-    "virtual bridge",
-    "overlay",
-    "tunnel",
+    "loopback", "infiniband", "rdma", "ethernet", "wireless", "bridge", "virtual bridge", "overlay", "tunnel"
 ]
 """`rdma`: Ethernet on a card that also offers RDMA (RoCE). `bridge`: a bridge with a physical port; a virtual bridge has
 none. `overlay`: a network inside another (VXLAN). `tunnel`: to a VPN or a virtual machine. Interfaces for which /sys has
@@ -93,7 +85,7 @@ def local_interfaces() -> tuple[Interface, ...]:
             is_up=name in stats and stats[name].isup,
             speed_mbps=(stats[name].speed if name in stats else 0) or None,
             addresses=tuple(
-                with_prefix(address.address, address.netmask)
+                as_cidr(address.address, address.netmask)
                 for address in addresses[name]
                 if address.family in (socket.AF_INET, socket.AF_INET6)
             ),
@@ -103,7 +95,7 @@ def local_interfaces() -> tuple[Interface, ...]:
     )
 
 
-def with_prefix(address: str, netmask: str | None) -> str:
+def as_cidr(address: str, netmask: str | None) -> str:
     """Return `10.0.0.1/24` for an address and its netmask; a scope (`%eth0`) is cut off."""
     ip = ipaddress.ip_address(address.partition("%")[0])
     length = ip.max_prefixlen if netmask is None else int(ipaddress.ip_address(netmask)).bit_count()

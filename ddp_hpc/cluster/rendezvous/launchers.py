@@ -17,12 +17,12 @@ from typing import Literal
 
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.cluster.rendezvous.address import Host, address_for_task
-from ddp_hpc.cluster.rendezvous.choose_network import LOOPBACK_ADDRESS, usable, usable_interfaces
-from ddp_hpc.cluster.rendezvous.ports import LOWEST, candidate_ports
+from ddp_hpc.cluster.rendezvous.choose_network import LOOPBACK_ADDRESS, usable_addresses, usable_interfaces
+from ddp_hpc.cluster.rendezvous.ports import LOWEST_PORT, candidate_ports
 from ddp_hpc.cluster.rendezvous.worker_env import (
-    OURS,
+    OUR_SOURCE,
     RANKS,
-    Fact,
+    Sourced,
     WorkerEnv,
     endpoint,
     launched_worker_env,
@@ -34,7 +34,7 @@ from ddp_hpc.cluster.slurm.allocation import Allocation
 
 Scope = Literal["worker", "node"]
 """Whether a launcher starts one process for each worker, or one for each node."""
-_RESTARTS = "TORCHELASTIC_RESTART_COUNT"
+_RESTARTS_KEY = "TORCHELASTIC_RESTART_COUNT"
 _COMPUTED = "computed from the other ranks"
 _LOWEST_EPHEMERAL = 32_768
 """Of Linux by default. Nodes may have set another, and all of them have to compute the same ports."""
@@ -142,9 +142,9 @@ class RankPlace:
     """The variables of the row."""
     node_rank: int
     num_nodes: int
-    address: Fact
+    address: Sourced
     """Of rank zero's node, as the launcher names it."""
-    port: Fact
+    port: Sourced
     rank: int = 0
     """This process's; of a node: that of its first worker, where the number of workers is known."""
     local_rank: int = 0
@@ -252,7 +252,7 @@ def _read_worker(row: Launcher, environ: Mapping[str, str], first_node: str | No
         port=_port(environ, row.port, environ.get(row.job, "")),
         sources=sources,
         is_store_hosted=is_torchrun and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        restart=_parsed(_RESTARTS, environ.get(_RESTARTS) or "0") if is_torchrun else 0,
+        restart=_parse_number(_RESTARTS_KEY, environ.get(_RESTARTS_KEY) or "0") if is_torchrun else 0,
     )
 
 
@@ -292,49 +292,49 @@ def _num_nodes(row: Launcher, environ: Mapping[str, str], num_addresses: int) ->
             f"{row.num_nodes} is {text!r}, a number of nodes that may change, but a run of ddp-hpc has a fixed one while its workers "
             f"run. Set {row.num_nodes}={least}, or start the run with `torchrun -m ddp_hpc join`."
         )
-    return _parsed(row.num_nodes, least)
+    return _parse_number(row.num_nodes, least)
 
 
-def _address(row: Launcher, environ: Mapping[str, str], first_node: str | None, *, is_alone: bool) -> Fact:
+def _address(row: Launcher, environ: Mapping[str, str], first_node: str | None, *, is_alone: bool) -> Sourced:
     """Return the address of rank zero's node: the launcher's, the user's, or the first node of PBS."""
     text = environ.get(row.address, "").split()
     if text:
         rule = "the address of the first node" if len(text) > 1 else f"{row.name} or the user set it"
-        return Fact(value=text[0], source=row.address, rule=rule)
+        return Sourced(value=text[0], source=row.address, rule=rule)
     if is_alone:
-        return Fact(value=LOOPBACK_ADDRESS, source=OURS, rule="the run has one node only")
+        return Sourced(value=LOOPBACK_ADDRESS, source=OUR_SOURCE, rule="the run has one node only")
     if first_node:
-        return Fact(value=first_node, source="PBS_NODEFILE", rule="the first node of the job")
+        return Sourced(value=first_node, source="PBS_NODEFILE", rule="the first node of the job")
     raise ConfigError(
         f"{row.name} has started this process, but it does not say which node has rank zero. Set MASTER_ADDR to the address of the "
         "first node for all processes of the job."
     )
 
 
-def _port(environ: Mapping[str, str], name: str, job: str, attempt: int = 0) -> Fact:
+def _port(environ: Mapping[str, str], name: str, job: str, attempt: int = 0) -> Sourced:
     """Return the port: the launcher's or the user's, or else one that all processes of the job compute."""
     given = environ.get(name, "").strip()
     if given:
-        port = _parsed(name, given)
+        port = _parse_number(name, given)
         if not 0 < port < 2**16:
             raise ConfigError(f"{name} is {given!r}, but a port is between 1 and 65535. Set another one.")
-        return Fact(value=given, source=name, rule="already set")
+        return Sourced(value=given, source=name, rule="already set")
     number = re.match(r"\d+", job)
     seed = number[0] if number else str(zlib.crc32(job.encode()))
     first = next(candidate_ports(seed, attempt, low=_LOWEST_EPHEMERAL))
-    return Fact(
+    return Sourced(
         value=str(first),
-        source=OURS,
+        source=OUR_SOURCE,
         rule="computed from the job's id, and by `ddp-hpc join` from the run's path, too, so that all processes get the same; set "
         "MASTER_PORT for another",
     )
 
 
 def _number(environ: Mapping[str, str], name: str) -> int:
-    return _parsed(name, environ.get(name, ""))
+    return _parse_number(name, environ.get(name, ""))
 
 
-def _parsed(name: str, text: str) -> int:
+def _parse_number(name: str, text: str) -> int:
     text = text.strip()
     if not (text.isdecimal() and text.isascii()):
         raise ConfigError(
@@ -376,10 +376,10 @@ def with_port_of_run(place: RankPlace, run: Path) -> RankPlace:
 
     `run` is the run's absolute path: all processes of the run have the same.
     """
-    if place.port.source != OURS:
+    if place.port.source != OUR_SOURCE:
         return place
-    num_ports = _LOWEST_EPHEMERAL - LOWEST
-    port = LOWEST + (int(place.port.value or 0) - LOWEST + zlib.crc32(bytes(run))) % num_ports
+    num_ports = _LOWEST_EPHEMERAL - LOWEST_PORT
+    port = LOWEST_PORT + (int(place.port.value or 0) - LOWEST_PORT + zlib.crc32(bytes(run))) % num_ports
     return replace(place, port=replace(place.port, value=str(port)))
 
 
@@ -399,15 +399,15 @@ def numeric_address(place: RankPlace, host: Host) -> str:
     return address
 
 
-def variables_of(
-    place: RankPlace, environ: Mapping[str, str], host: Host, cpu_threads: Fact | None = None
+def worker_env_of(
+    place: RankPlace, environ: Mapping[str, str], host: Host, cpu_threads: Sourced | None = None
 ) -> WorkerEnv:
     """Return every variable of this worker, or of the first worker of this node."""
     address = numeric_address(place, host)
     local_world_size, said = place.local_world_size or 1, f"{place.launcher} set it"
     numbers = (place.rank, place.local_rank, place.world_size, local_world_size, place.rank // local_world_size)
     rows = (
-        (str(number), place.sources.get(name.lower(), OURS), said if name.lower() in place.sources else _COMPUTED)
+        (str(number), place.sources.get(name.lower(), OUR_SOURCE), said if name.lower() in place.sources else _COMPUTED)
         for name, number in zip(RANKS, numbers, strict=True)
     )
     computing = cpu_threads or threads(host.num_cpus, local_world_size, source="this host")
@@ -415,7 +415,7 @@ def variables_of(
     if (
         place.num_nodes > 1 and ipaddress.ip_address(address.partition("%")[0]).is_loopback
     ):  # gloo would offer others this one
-        towards = next((str(usable(nic)[0]) for nic in usable_interfaces(host.interfaces)), address)
+        towards = next((str(usable_addresses(nic)[0]) for nic in usable_interfaces(host.interfaces)), address)
     made = {
         **named_ranks(rows),
         **endpoint(replace(place.address, value=address), place.port),

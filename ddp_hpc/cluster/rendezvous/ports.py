@@ -9,12 +9,12 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
-EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
-LOWEST = 10_000
+EPHEMERAL_RANGE_FILE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+LOWEST_PORT = 10_000
 """Ports of well-known services are below it."""
 MOST_TRIES = 100
 _USUAL_EPHEMERAL_LOW = 32_768
-_FEWEST = 1_000
+_FEWEST_PORTS = 1_000
 """If fewer ports than this lie below the ephemeral range, the usual range counts, and a port may be taken."""
 _STRIDE = 1_009
 
@@ -22,7 +22,7 @@ _STRIDE = 1_009
 def ephemeral_low() -> int:
     """Return the lowest port that the kernel assigns to outgoing connections (ip(7), ip_local_port_range)."""
     try:
-        return int(EPHEMERAL_RANGE.read_text(encoding="ascii").split()[0])
+        return int(EPHEMERAL_RANGE_FILE.read_text(encoding="ascii").split()[0])
     except (OSError, ValueError, IndexError):
         return _USUAL_EPHEMERAL_LOW
 
@@ -33,16 +33,16 @@ def candidate_ports(job_id: str, attempt: int = 0, low: int | None = None) -> It
     `low` is the lowest ephemeral port; by default, this host's.
     """
     ceiling = ephemeral_low() if low is None else low
-    if ceiling < LOWEST + _FEWEST:
+    if ceiling < LOWEST_PORT + _FEWEST_PORTS:
         ceiling = _USUAL_EPHEMERAL_LOW
-    num_ports = ceiling - LOWEST
+    num_ports = ceiling - LOWEST_PORT
     # Jobs with adjacent ids begin at adjacent ports, and continue in large strides, so that their first tries differ. A
     # stride that has no divisor in common with the number of ports comes by all of them.
     stride = next(stride for stride in range(_STRIDE, 2 * _STRIDE) if math.gcd(stride, num_ports) == 1)
     first = int(job_id) if job_id.isdecimal() else zlib.crc32(job_id.encode())
     # Not at 10000 and the job's number itself: many scripts take that for a MASTER_PORT of their own, in the same job.
     for turn in range(1, num_ports + 1):
-        yield LOWEST + (first + (attempt + turn) * stride) % num_ports
+        yield LOWEST_PORT + (first + (attempt + turn) * stride) % num_ports
 
 
 def is_free(address: str, port: int) -> bool:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-TAKES_SOCKET = (2, 8)
+SOCKET_TORCH_VERSION = (2, 8)
 """The first PyTorch whose usual store (libuv) takes a socket that listens already. Before, only its older one does, which all clients can talk to."""
 
 
-def listening_on(fd: int, torch_version: str) -> dict[str, Any]:
+def listening_options(fd: int, torch_version: str) -> dict[str, Any]:
     """Return the options for the host of a store, so that it listens on the socket `fd`."""
     release = tuple(map(int, torch_version.split(".")[:2]))
-    return {"master_listen_fd": fd} | ({} if release >= TAKES_SOCKET else {"use_libuv": False})
+    return {"master_listen_fd": fd} | ({} if release >= SOCKET_TORCH_VERSION else {"use_libuv": False})

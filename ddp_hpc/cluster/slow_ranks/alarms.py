@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field, replace
 
 from ddp_hpc.cluster.slow_ranks.judge import SlowRankVerdict
-from ddp_hpc.run.run_dir.timeline import Alarm
+from ddp_hpc.run.run_dir.timeline import SlowRankAlarm
 
 LOOKS_TO_BEGIN = LOOKS_TO_END = 2
 """How many looks in a row must find a rank slow, or as fast as the others. In between, nothing changes."""
@@ -19,7 +19,7 @@ class Alarms:
     """The alarms of one attempt."""
 
     attempt: int
-    open: dict[int, Alarm] = field(default_factory=dict)
+    open: dict[int, SlowRankAlarm] = field(default_factory=dict)
     """By rank."""
     _found: Counter[int] = field(default_factory=Counter)
     """In how many looks in a row each rank was slow."""
@@ -28,19 +28,19 @@ class Alarms:
     _begun: Counter[int] = field(default_factory=Counter)
     """How many alarms each rank has had."""
 
-    def update(self, verdict: SlowRankVerdict, *, now: float, step: int | None) -> list[Alarm]:
+    def update(self, verdict: SlowRankVerdict, *, now: float, step: int | None) -> list[SlowRankAlarm]:
         """Return the alarms that begin, end, or have got a cause. A look that says nothing changes nothing."""
         if verdict.unknown:
             return []
         slow = {one.rank: one for one in verdict.slow}
         self._found = Counter({rank: self._found[rank] + 1 for rank in slow})
         self._clear = Counter({rank: self._clear[rank] + 1 for rank in self.open if rank in verdict.clear})
-        changed: list[Alarm] = []
+        changed: list[SlowRankAlarm] = []
         for one in verdict.slow:
             may_begin = self._begun[one.rank] < MOST_OF_RANK and self._begun.total() < MOST
             if one.rank not in self.open and self._found[one.rank] >= LOOKS_TO_BEGIN and may_begin:
                 self._begun[one.rank] += 1
-                self.open[one.rank] = Alarm(attempt=self.attempt, at=now, since_step=step, **asdict(one))
+                self.open[one.rank] = SlowRankAlarm(attempt=self.attempt, at=now, since_step=step, **asdict(one))
                 changed.append(self.open[one.rank])
         for rank, alarm in [*self.open.items()]:
             if rank in slow and slow[rank].cause and not alarm.cause:
@@ -50,9 +50,9 @@ class Alarms:
                 changed.append(self._end_alarm(rank, now, step))
         return changed
 
-    def end_all(self, *, now: float, step: int | None) -> list[Alarm]:
+    def end_all(self, *, now: float, step: int | None) -> list[SlowRankAlarm]:
         """End all alarms, with the attempt."""
         return [self._end_alarm(rank, now, step) for rank in [*self.open]]
 
-    def _end_alarm(self, rank: int, now: float, step: int | None) -> Alarm:
+    def _end_alarm(self, rank: int, now: float, step: int | None) -> SlowRankAlarm:
         return replace(self.open.pop(rank), ended_at=now, until_step=step)

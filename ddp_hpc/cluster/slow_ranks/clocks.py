@@ -16,7 +16,7 @@ from datetime import timedelta
 from importlib import import_module
 from typing import Any, Protocol
 
-from ddp_hpc.cluster.slow_ranks.summary import Clock
+from ddp_hpc.cluster.slow_ranks.summary import ClockOffset
 from ddp_hpc.run.run_dir.paths import RunDir
 
 NUM_QUESTIONS = 4
@@ -55,18 +55,18 @@ class ClockComparison:
 
             def answer_all() -> None:
                 with suppress(RuntimeError, OSError):  # the store is gone
-                    answer(self._connect())
+                    answer_questions(self._connect())
 
             threading.Thread(target=answer_all, name="ddp-hpc-clock", daemon=True).start()
 
-    def compare(self) -> Clock | None:
+    def compare(self) -> ClockOffset | None:
         """Ask rank zero's node; None where this is not the rank that asks for its node, or no answer comes."""
         asks = self._has_several_nodes and self.environ["NODE_RANK"] != "0" and self.environ["LOCAL_RANK"] == "0"
         if not asks or self._has_failed:
             return None
         try:
             self._store = self._store or self._connect()
-            return ask(self._store)
+            return ask_offset(self._store)
         except (RuntimeError, OSError, ValueError):  # the store's errors are RuntimeErrors
             self._has_failed = True  # a second try would print PyTorch's warnings again
             return None
@@ -91,7 +91,7 @@ class ClockComparison:
         return found
 
 
-def answer(store: Store, clock: Callable[[], float] = time.time) -> None:
+def answer_questions(store: Store, clock: Callable[[], float] = time.time) -> None:
     """Answer one question after the other, until the store is gone, which is a RuntimeError."""
     # It looks, and does not wait in the store: PyTorch prints warnings where a store ends in which somebody waits.
     number, asked_at = 1, float("-inf")
@@ -103,12 +103,12 @@ def answer(store: Store, clock: Callable[[], float] = time.time) -> None:
             time.sleep(_SHORT_S if time.monotonic() - asked_at < _AWAKE_S else _ASLEEP_S)
 
 
-def ask(store: Store, clock: Callable[[], float] = time.time) -> Clock:
+def ask_offset(store: Store, clock: Callable[[], float] = time.time) -> ClockOffset:
     """Return how far this clock is ahead of the one that answers."""
     return min((_ask_once(store, clock) for _ in range(NUM_QUESTIONS)), key=lambda one: one.error_s)
 
 
-def _ask_once(store: Store, clock: Callable[[], float]) -> Clock:
+def _ask_once(store: Store, clock: Callable[[], float]) -> ClockOffset:
     number = store.add("questions", 1)
     asked_at = clock()
     store.set(f"question/{number}", "")
@@ -121,4 +121,4 @@ def _ask_once(store: Store, clock: Callable[[], float]) -> Clock:
     theirs = float(store.get(f"answer/{number}"))
     for kind in ("question", "answer"):
         store.delete_key(f"{kind}/{number}")
-    return Clock(ahead_s=(asked_at + answered_at) / 2 - theirs, error_s=(answered_at - asked_at) / 2)
+    return ClockOffset(ahead_s=(asked_at + answered_at) / 2 - theirs, error_s=(answered_at - asked_at) / 2)

@@ -18,14 +18,14 @@ from msgspec import structs
 
 from ddp_hpc.cluster.slow_ranks.launches import Launches, is_to_one, waits_for_all
 from ddp_hpc.cluster.slow_ranks.step_starts import step_starts
-from ddp_hpc.cluster.slow_ranks.summary import Phases, Summary
+from ddp_hpc.cluster.slow_ranks.summary import Phases, RankReport
 from ddp_hpc.run.run_dir.timeline import SlowRank
 
 LEAST_STEPS = 20
-LEAST_SHARE = 0.10
+LEAST_LOST_SHARE = 0.10
 """Of a step: what the others wait for a slow rank, in the middle one of the steps."""
-LEAST_OFTEN = 0.8
-"""The share of the steps in which a slow rank is late by at least half of `LEAST_SHARE`."""
+LEAST_LATE_SHARE = 0.8
+"""The share of the steps in which a slow rank is late by at least half of `LEAST_LOST_SHARE`."""
 LEAST_EXPLAINED = 0.8
 """The share of the wait that one phase of the slow rank must explain to be named as the cause."""
 NEWEST_STEPS = 50
@@ -56,17 +56,17 @@ class SlowRankVerdict:
 
 
 @dataclass(frozen=True)
-class _Joined:
+class _JoinedLaunches:
     """The collectives that several ranks have launched, as a table."""
 
-    ranks: Sequence[Summary]
+    ranks: Sequence[RankReport]
     kinds: Sequence[int]
     at_s: Sequence[Sequence[float]]
     """By collective, then by rank; with one clock."""
     error_s: float
 
 
-def judge(summaries: Sequence[Summary]) -> SlowRankVerdict:
+def judge(summaries: Sequence[RankReport]) -> SlowRankVerdict:
     """Return which ranks are slow, by the process group in which the most time is lost."""
     if {one.rank for one in summaries} != {*range(max((one.world_size for one in summaries), default=2))}:
         return SlowRankVerdict(unknown="not all ranks have reported")
@@ -87,13 +87,13 @@ def judge(summaries: Sequence[Summary]) -> SlowRankVerdict:
     return replace(worst, clear=frozenset().union(*(one.clear for one in found)) - late)
 
 
-def _group_by_clock(summaries: Iterable[Summary]) -> list[list[Summary]]:
+def _group_by_clock(summaries: Iterable[RankReport]) -> list[list[RankReport]]:
     """Group the ranks whose times can be compared: those on one node, and those on nodes whose clocks were compared."""
-    nodes: dict[tuple[str, int], list[Summary]] = defaultdict(list)
+    nodes: dict[tuple[str, int], list[RankReport]] = defaultdict(list)
     for one in sorted(summaries, key=lambda one: one.rank):
         nodes[one.node, one.node_rank].append(one)  # containers on several nodes may have one name
-    compared: list[Summary] = []
-    alone: list[list[Summary]] = []
+    compared: list[RankReport] = []
+    alone: list[list[RankReport]] = []
     for ranks in nodes.values():
         clock = next((one.clock for one in ranks if one.clock is not None), None)
         has_rank_zero = ranks[0].rank == 0
@@ -105,7 +105,7 @@ def _group_by_clock(summaries: Iterable[Summary]) -> list[list[Summary]]:
     return [ranks for ranks in (compared, *alone) if ranks]
 
 
-def _verdict_of(summaries: Sequence[Summary], group: str) -> SlowRankVerdict:
+def _verdict_of(summaries: Sequence[RankReport], group: str) -> SlowRankVerdict:
     """Judge the ranks in one process group."""
     joined = _join(summaries, group)
     if joined is None:
@@ -113,19 +113,19 @@ def _verdict_of(summaries: Sequence[Summary], group: str) -> SlowRankVerdict:
             unknown="the ranks have no collectives of gloo in common, in which each waits for all, in what they have reported"
         )
     reference = [sorted(times)[(len(times) - 1) // 2] for times in joined.at_s]  # of two ranks, the one that waits
-    starts = _newest(step_starts(joined.kinds, reference), reference)
+    starts = _newest_starts(step_starts(joined.kinds, reference), reference)
     if not starts:
         return SlowRankVerdict(unknown="the collectives do not repeat in steps")
     num_steps = len(starts) - 1
     if num_steps < LEAST_STEPS:
         return SlowRankVerdict(unknown=f"fewer than {LEAST_STEPS} steps have been seen of all ranks")
-    if 2 * max(_num_to_one(one) for one in joined.ranks) >= num_steps:
+    if 2 * max(_num_to_one_launches(one) for one in joined.ranks) >= num_steps:
         return SlowRankVerdict(unknown="ranks wait for single other ranks in each step")
     found = _compare(joined, reference, starts)
     return replace(found, slow=tuple(replace(one, cause=cause_of(one, found.slow, joined.ranks)) for one in found.slow))
 
 
-def _compare(joined: _Joined, reference: Sequence[float], starts: Sequence[int]) -> SlowRankVerdict:
+def _compare(joined: _JoinedLaunches, reference: Sequence[float], starts: Sequence[int]) -> SlowRankVerdict:
     """Judge the ranks by their launches in the steps that begin at `starts`."""
     seconds = reference[starts[-1]] - reference[starts[0]]
     step_s = median(reference[end] - reference[start] for start, end in pairwise(starts))
@@ -148,18 +148,18 @@ def _compare(joined: _Joined, reference: Sequence[float], starts: Sequence[int])
         for rank in sorted(slow, key=lambda rank: -lost_s[rank])
     )
     # Between the two, a rank stays what it was.
-    clear = frozenset(rank for rank in lost if lost_s[rank] < LEAST_SHARE * step_s / 2)
+    clear = frozenset(rank for rank in lost if lost_s[rank] < LEAST_LOST_SHARE * step_s / 2)
     return SlowRankVerdict(
         slow=named, clear=clear, num_steps=len(starts) - 1, seconds=seconds, step_s=step_s, lost_s=lost_s
     )
 
 
-def _join(summaries: Sequence[Summary], group: str) -> _Joined | None:
+def _join(summaries: Sequence[RankReport], group: str) -> _JoinedLaunches | None:
     """Return the collectives of a group that all of its ranks have reported, and in which each waits for all; None where there are none."""
     members = [(one, launches) for one in summaries for launches in one.launches if launches.group == group]
     if len(members) < 2:
         return None
-    tables = [_table(one, launches) for one, launches in members]
+    tables = [_launches_by_seq(one, launches) for one, launches in members]
     common = sorted(set.intersection(*(set(table) for table in tables)))
     # Where one number means different collectives, the ranks do not run the same program.
     if not common or any(len({table[seq][0] for table in tables}) > 1 for seq in common):
@@ -168,7 +168,7 @@ def _join(summaries: Sequence[Summary], group: str) -> _Joined | None:
     if not common:
         return None
     numbers: dict[str, int] = {}
-    return _Joined(
+    return _JoinedLaunches(
         ranks=[one for one, _ in members],
         kinds=[numbers.setdefault(tables[0][seq][0], len(numbers)) for seq in common],
         at_s=[[table[seq][1] for table in tables] for seq in common],
@@ -176,14 +176,14 @@ def _join(summaries: Sequence[Summary], group: str) -> _Joined | None:
     )
 
 
-def _table(summary: Summary, launches: Launches) -> dict[int, tuple[str, float]]:
+def _launches_by_seq(summary: RankReport, launches: Launches) -> dict[int, tuple[str, float]]:
     """Return kind and time of each collective by its number, by the clock of rank zero's node."""
     ahead_s = summary.clock.ahead_s if summary.clock is not None else 0.0
     rows = zip(launches.seqs, launches.kinds, launches.at_us, strict=True)
     return {seq: (summary.kinds[kind], at_us / 1e6 - ahead_s) for seq, kind, at_us in rows}
 
 
-def _newest(starts: list[int], times: Sequence[float]) -> list[int]:
+def _newest_starts(starts: list[int], times: Sequence[float]) -> list[int]:
     """Return the newest steps: `NEWEST_STEPS` of them, and more where these took less than `NEWEST_S`."""
     for index in range(len(starts) - 1 - NEWEST_STEPS, 0, -1):
         if times[starts[-1]] - times[starts[index]] >= NEWEST_S:
@@ -206,7 +206,7 @@ def _beyond_others(late: Sequence[float]) -> list[float]:
     return [one - ordered[middle + 1 if one <= ordered[middle] else middle] for one in late]
 
 
-def _num_to_one(summary: Summary) -> int:
+def _num_to_one_launches(summary: RankReport) -> int:
     """Return how many of a rank's collectives end on one rank, for which only that rank waits; so it may be late where another is slow."""
     to_one = {index for index, kind in enumerate(summary.kinds) if is_to_one(kind)}
     return sum(kind in to_one for launches in summary.launches for kind in launches.kinds)
@@ -215,20 +215,20 @@ def _num_to_one(summary: Summary) -> int:
 def _is_slow(lost: Sequence[float], step_s: float) -> bool:
     """Tell whether a rank is late in most steps, and by enough, in the whole as in each half."""
     half = len(lost) // 2
-    least_s = LEAST_SHARE * step_s
-    is_often = sum(one >= least_s / 2 for one in lost) / len(lost) >= LEAST_OFTEN
+    least_s = LEAST_LOST_SHARE * step_s
+    is_often = sum(one >= least_s / 2 for one in lost) / len(lost) >= LEAST_LATE_SHARE
     return is_often and median(lost) >= least_s and min(median(lost[:half]), median(lost[half:])) >= 0.8 * least_s
 
 
-def cause_of(slow: SlowRank, all_slow: Sequence[SlowRank], ranks: Sequence[Summary]) -> str:
+def cause_of(slow: SlowRank, all_slow: Sequence[SlowRank], ranks: Sequence[RankReport]) -> str:
     """Return the phase in which a slow rank loses most of its time; empty where none explains enough.
 
     A wait for other ranks is part of the phase backward, so that phase takes as long on all ranks. What no other phase
     explains of a slow rank's lateness, it has lost there.
     """
     named = {one.rank for one in all_slow}
-    own = next((_a_step(one.phases) for one in ranks if one.rank == slow.rank), {})
-    others = [found for one in ranks if one.rank not in named and (found := _a_step(one.phases))]
+    own = next((_seconds_per_step(one.phases) for one in ranks if one.rank == slow.rank), {})
+    others = [found for one in ranks if one.rank not in named and (found := _seconds_per_step(one.phases))]
     if not own or not others:
         return ""
     longer = {phase: own[phase] - median(one.get(phase, 0.0) for one in others) for phase in own if phase != BACKWARD}
@@ -237,7 +237,7 @@ def cause_of(slow: SlowRank, all_slow: Sequence[SlowRank], ranks: Sequence[Summa
     return phase if LEAST_EXPLAINED <= seconds / slow.lost_s <= 2 - LEAST_EXPLAINED else ""
 
 
-def _a_step(phases: Phases | None) -> Mapping[str, float]:
+def _seconds_per_step(phases: Phases | None) -> Mapping[str, float]:
     if phases is None or not phases.num_steps:
         return {}
     return {phase: seconds / phases.num_steps for phase, seconds in phases.seconds.items()}

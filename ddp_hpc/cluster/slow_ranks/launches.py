@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-MOST = 1000
+MOST_LAUNCHES = 1000
 """How many collectives of a rank are compared, the newest; enough for 20 steps of a model with 50 buckets."""
 
 MESSAGES = "messages"
@@ -41,8 +41,8 @@ class _Entry(msgspec.Struct):
     input_dtypes: list[str] = []
 
 
-_PARTS = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_ENTRIES = msgspec.json.Decoder(list[_Entry])
+_RECORD_DECODER = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_ENTRIES_DECODER = msgspec.json.Decoder(list[_Entry])
 
 
 def read_launches(record: bytes) -> tuple[list[str], list[Launches]]:
@@ -54,13 +54,13 @@ def read_launches(record: bytes) -> tuple[list[str], list[Launches]]:
         ValueError: if it is not a flight record.
     """
     try:
-        listed = _ENTRIES.decode(_PARTS.decode(record).get("entries", b"[]"))
+        listed = _ENTRIES_DECODER.decode(_RECORD_DECODER.decode(record).get("entries", b"[]"))
     except msgspec.DecodeError as error:
         raise ValueError(f"This is not a flight record as JSON: {error}") from error
     entries = sorted((one for one in listed if one.time_created_ns > 0), key=lambda one: one.time_created_ns)
     numbers: dict[str, int] = {}
     found: dict[str, Launches] = {}
-    for one in entries[-MOST:]:
+    for one in entries[-MOST_LAUNCHES:]:
         group = MESSAGES if one.is_p2p else one.process_group[0] if one.process_group else ""
         launches = found.setdefault(group, Launches(group, [], [], []))
         number, kind = len(launches.seqs) + 1, "send/recv"

@@ -14,7 +14,7 @@ from ddp_hpc.cluster.rank_probe.client import NoAnswerError, RankProbe
 from ddp_hpc.cluster.rank_probe.folder import socket_of
 from ddp_hpc.cluster.slow_ranks.clocks import ClockComparison
 from ddp_hpc.cluster.slow_ranks.launches import read_launches
-from ddp_hpc.cluster.slow_ranks.summary import Clock, Phases, Summary, write_summary
+from ddp_hpc.cluster.slow_ranks.summary import ClockOffset, Phases, RankReport, write_report
 from ddp_hpc.run.run_dir.paths import RunDir
 
 LOOK_S = 5.0
@@ -57,15 +57,15 @@ class Reporter:
     probe: RankProbe
     phases: Callable[[], Phases | None] = lambda: None
     """The steps and the time in each phase since the beginning of the training."""
-    compare_clocks: Callable[[], Clock | None] = lambda: None
+    compare_clocks: Callable[[], ClockOffset | None] = lambda: None
     """Compare this node's clock with that of rank zero's node; called before each report, by one rank of each node."""
     clock: Callable[[], float] = time.time
     _closing: threading.Event = field(default_factory=threading.Event)
     _pause_s: float = LOOK_S
     _began_at: float = field(default_factory=time.monotonic)
     _reported: Phases | None = None
-    _clock: Clock | None = None
-    _clocks: list[tuple[float, Clock]] = field(default_factory=list)
+    _clock: ClockOffset | None = None
+    _clocks: list[tuple[float, ClockOffset]] = field(default_factory=list)
     """The newest comparisons, oldest first, each with its time."""
 
     def start(self) -> None:
@@ -87,7 +87,7 @@ class Reporter:
         num_entries = len(text) // ENTRY_BYTES
         is_early = time.monotonic() - self._began_at < EARLY_S
         self._pause_s = pause_s(num_entries, self.world_size, is_early=is_early)
-        summary = Summary(
+        summary = RankReport(
             rank=self.rank,
             world_size=self.world_size,
             node=self.node,
@@ -99,7 +99,7 @@ class Reporter:
             phases=self._phases_since(),
         )
         if not self._closing.wait(self.rank / WRITES_A_SECOND):
-            write_summary(self.run, self.attempt, summary)
+            write_report(self.run, self.attempt, summary)
 
     def _run(self) -> None:
         while not self._closing.wait(self._pause_s - self._now() % self._pause_s):
@@ -114,7 +114,7 @@ class Reporter:
         self._clock = self.compare_clocks()
         self._clocks = [] if self._clock is None else [*self._clocks, (self.clock(), self._clock)][-MOST_CLOCKS:]
 
-    def _clock_since(self, began_at: float) -> Clock | None:
+    def _clock_since(self, began_at: float) -> ClockOffset | None:
         """Return the clock, with an error that holds for all times since `began_at`; None where it was compared only once.
 
         Where a clock is set, the launches before have its old time: comparisons before and after differ by as much.
@@ -126,7 +126,7 @@ class Reporter:
         first = max((index for index, (at, _) in enumerate(self._clocks) if at <= began_at), default=0)
         kept = [clock for _, clock in self._clocks[min(first, len(self._clocks) - 2) :]]
         error_s = newest.error_s + max(abs(one.ahead_s - newest.ahead_s) for one in kept)
-        return Clock(ahead_s=newest.ahead_s, error_s=error_s)
+        return ClockOffset(ahead_s=newest.ahead_s, error_s=error_s)
 
     def _now(self) -> float:
         """Return the time by the clock of rank zero's node, as far as it is known."""

@@ -8,9 +8,9 @@ from itertools import accumulate, pairwise
 from operator import sub
 from statistics import median
 
-LEAST_TIMES = 5
+LEAST_REPETITIONS = 5
 """How often a kind of collective must come before it can be the beginning of a step."""
-AROUND = 0.5
+GAP_TOLERANCE = 0.5
 """How many more or fewer collectives may lie between two beginnings than usually: a loss or a stop flag comes once in some steps."""
 LEAST_COVERED = 0.75
 """The share of the time that lies between beginnings which are as far apart as usually, in collectives or in time."""
@@ -35,7 +35,7 @@ def step_starts(kinds: Sequence[int], times: Sequence[float]) -> list[int]:
     pauses = [0.0, *map(sub, times[1:], times)]
     if shortest == 1:
         return _after_pauses(pauses)
-    once = [kind for kind, gap in gaps.items() if gap and gap <= shortest * (1 + AROUND / 2)]
+    once = [kind for kind, gap in gaps.items() if gap and gap <= shortest * (1 + GAP_TOLERANCE / 2)]
     if not once:
         return []
     return found[max(once, key=lambda kind: median(pauses[index] for index in found[kind]))]
@@ -43,7 +43,7 @@ def step_starts(kinds: Sequence[int], times: Sequence[float]) -> list[int]:
 
 def _usual_gap(indices: Sequence[int], times: Sequence[float]) -> float:
     """Return how many collectives lie between two of one kind, if that is regular; else 0."""
-    if len(indices) < LEAST_TIMES:
+    if len(indices) < LEAST_REPETITIONS:
         return 0.0
     gaps = [after - before for before, after in pairwise(indices)]
     lengths = [times[after] - times[before] for before, after in pairwise(indices)]
@@ -51,7 +51,9 @@ def _usual_gap(indices: Sequence[int], times: Sequence[float]) -> float:
     pairs = sorted(zip(gaps, lengths, strict=True), key=lambda pair: pair[1])[:-MOST_BREAKS]
     alike = [usual / MOST_LONGER <= length <= usual * MOST_LONGER for _, length in pairs]
     both = zip(pairs, alike, strict=True)
-    covered = sum(length for (gap, length), is_alike in both if is_alike or abs(gap - usual_gap) <= AROUND * usual_gap)
+    covered = sum(
+        length for (gap, length), is_alike in both if is_alike or abs(gap - usual_gap) <= GAP_TOLERANCE * usual_gap
+    )
     whole = sum(length for _, length in pairs)
     is_regular = covered >= LEAST_COVERED * whole and sum(alike) >= LEAST_ALIKE * len(pairs)
     return usual_gap if is_regular else 0.0

@@ -14,7 +14,7 @@ from ddp_hpc.cluster.slow_ranks.launches import Launches
 from ddp_hpc.run.run_dir.paths import RunDir
 
 
-class Clock(msgspec.Struct, frozen=True):
+class ClockOffset(msgspec.Struct, frozen=True):
     """How far the clock of a node is ahead of the clock of rank zero's node."""
 
     ahead_s: float
@@ -29,7 +29,7 @@ class Phases(msgspec.Struct, frozen=True):
     seconds: dict[str, float]
 
 
-class Summary(msgspec.Struct, frozen=True, kw_only=True):
+class RankReport(msgspec.Struct, frozen=True, kw_only=True):
     """What one rank reports."""
 
     rank: int
@@ -42,32 +42,32 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """The number of this moment. All ranks report at the same moments, so they report the same collectives."""
     kinds: list[str]
     launches: list[Launches]
-    clock: Clock | None = None
+    clock: ClockOffset | None = None
     """None where it is not known, and on rank zero's node."""
     phases: Phases | None = None
     """None where the loop is not ours."""
 
 
-def write_summary(run: RunDir, attempt: int, summary: Summary) -> None:
+def write_report(run: RunDir, attempt: int, summary: RankReport) -> None:
     """Replace the report of one rank. Differences stand for its numbers: they take a third of the size."""
     path = run.launches(attempt, summary.rank)
     make_directories(path.parent)
-    changed = _with(summary, lambda numbers: [after - before for before, after in pairwise([0, *numbers])])
+    changed = _change_numbers(summary, lambda numbers: [after - before for before, after in pairwise([0, *numbers])])
     replace_text(path, msgspec.json.encode(changed), durable=False)
 
 
-def read_summary(path: Path) -> Summary | None:
+def read_report(path: Path) -> RankReport | None:
     """Return the report of one rank; None where there is none yet, or it is not one of ours."""
-    summary = read_record(path, Summary)
-    return None if summary is None else _with(summary, lambda steps: [*accumulate(steps)])
+    summary = read_record(path, RankReport)
+    return None if summary is None else _change_numbers(summary, lambda steps: [*accumulate(steps)])
 
 
-def remove_summaries(run: RunDir, attempt: int) -> None:
+def remove_reports(run: RunDir, attempt: int) -> None:
     """Remove the reports of an attempt that has ended, and what a writer that was killed has left of one."""
     for path in [*run.attempt_logs(attempt).glob("*rank-*.launches.json*")]:
         path.unlink(missing_ok=True)
 
 
-def _with(summary: Summary, change: Callable[[Sequence[int]], list[int]]) -> Summary:
+def _change_numbers(summary: RankReport, change: Callable[[Sequence[int]], list[int]]) -> RankReport:
     changed = [Launches(one.group, change(one.seqs), one.kinds, change(one.at_us)) for one in summary.launches]
     return msgspec.structs.replace(summary, launches=changed)

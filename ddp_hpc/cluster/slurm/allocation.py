@@ -21,11 +21,9 @@ ProcessKind = Literal["task", "shell on a node", "shell outside"]
 """`task`: srun started this process (with `--pty`, too). `shell on a node`: a batch script or an interactive step on one of
 the job's nodes. `shell outside`: the shell of salloc on a login node. What a shell exports reaches all tasks of the job."""
 
-_COUNT = re.compile(r"(\d{1,6})(?:\(x(\d{1,6})\))?", re.ASCII)
-_CPUS_OF_TASK = re.compile(r"(\bcpu[:=])\d+", re.ASCII)
-_LEAVE_ALONE = (
-    "Slurm sets this variable: remove whatever changes or unsets it, such as a line in your shell's startup file."
-)
+_COUNT_PATTERN = re.compile(r"(\d{1,6})(?:\(x(\d{1,6})\))?", re.ASCII)
+_CPUS_PATTERN = re.compile(r"(\bcpu[:=])\d+", re.ASCII)
+_ADVICE = "Slurm sets this variable: remove whatever changes or unsets it, such as a line in your shell's startup file."
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 """Slurm gives the batch script, the interactive step of salloc and the external step the highest step ids (slurm.h); 26.05
 writes them as negative numbers (measured: -5 in a batch script), 22.05 and 24.11 as 4294967291, or not at all."""
@@ -122,7 +120,7 @@ def claimed_job_id(environ: Mapping[str, str]) -> str | None:
 def claimed_nodes(environ: Mapping[str, str]) -> frozenset[str] | None:
     """Return the nodes of the job that the variables name; None where they cannot be read."""
     with suppress(ConfigError):
-        return frozenset(_names(environ, "SLURM_JOB_NODELIST"))
+        return frozenset(_node_names(environ, "SLURM_JOB_NODELIST"))
     return None
 
 
@@ -139,7 +137,7 @@ def is_one_of_many_tasks(environ: Mapping[str, str]) -> bool:
     return allocation is not None and allocation.step is not None and allocation.step.world_size > 1
 
 
-OF_NO_JOB = frozenset({"SLURM_CONF", "SLURM_JWT"})
+CLUSTER_VARIABLES = frozenset({"SLURM_CONF", "SLURM_JWT"})
 """Variables that name the cluster's configuration and the user's credentials."""
 
 
@@ -148,7 +146,7 @@ def without_job(environ: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in environ.items()
-        if name in OF_NO_JOB or not name.startswith(("SLURM_", "SLURMD_"))
+        if name in CLUSTER_VARIABLES or not name.startswith(("SLURM_", "SLURMD_"))
     }
 
 
@@ -156,7 +154,7 @@ _ASKED_GPUS = ("gpus", "gpus-per-node", "gpus-per-socket", "gpus-per-task", "gre
 """Options that srun also reads from variables."""
 
 
-def of_outer_job(environ: Mapping[str, str], sent: Collection[str]) -> list[str]:
+def outer_job_variables(environ: Mapping[str, str], sent: Collection[str]) -> list[str]:
     """Return the variables by which srun would ask for the GPUs of another job, in which plain sbatch was called.
 
     `sent` has the options of this job: sbatch sets their variables anew.
@@ -185,8 +183,8 @@ def read_allocation(environ: Mapping[str, str]) -> Allocation | None:
         array_task_id=_number(environ, "SLURM_ARRAY_TASK_ID"),
         restart_count=_number(environ, "SLURM_RESTART_COUNT") or 0,
         partition=environ.get("SLURM_JOB_PARTITION") or None,
-        node_names=_names(environ, "SLURM_JOB_NODELIST"),
-        tasks_per_node=_tasks(environ, "SLURM_TASKS_PER_NODE"),
+        node_names=_node_names(environ, "SLURM_JOB_NODELIST"),
+        tasks_per_node=_task_counts(environ, "SLURM_TASKS_PER_NODE"),
         cpus_per_task=_number_if_readable(environ, "SLURM_CPUS_PER_TASK"),
         cpus_on_node=_number_if_readable(environ, "SLURM_CPUS_ON_NODE"),
         node_name=environ.get("SLURMD_NODENAME") or None,
@@ -202,7 +200,7 @@ def granted_cpus(environ: Mapping[str, str]) -> tuple[int, int] | None:
     """
     try:
         allocation = read_allocation(environ)
-        counts = _tasks(environ, "SLURM_JOB_CPUS_PER_NODE") if environ.get("SLURM_JOB_CPUS_PER_NODE") else ()
+        counts = _task_counts(environ, "SLURM_JOB_CPUS_PER_NODE") if environ.get("SLURM_JOB_CPUS_PER_NODE") else ()
     except ConfigError:
         return None
     if allocation is None or allocation.process_kind == "shell outside":
@@ -218,7 +216,7 @@ def granted_cpus(environ: Mapping[str, str]) -> tuple[int, int] | None:
     return of_task, max(of_task, of_job)
 
 
-def as_task(  # noqa: PLR0913  the numbers of one process
+def task_variables(  # noqa: PLR0913  the numbers of one process
     environ: Mapping[str, str], *, rank: int, local_rank: int, world_size: int, local_world_size: int, node_rank: int
 ) -> dict[str, str]:
     """Return what srun would set for a worker if it started one task for each; nothing outside of jobs, and for such a task."""
@@ -238,7 +236,7 @@ def as_task(  # noqa: PLR0913  the numbers of one process
         cpus = str(max(1, granted[0] // local_world_size))
         where_set["SLURM_CPUS_PER_TASK"] = cpus
         # srun in a worker's script refuses to start where the two differ (23.11 and newer have both).
-        where_set["SLURM_TRES_PER_TASK"] = _CPUS_OF_TASK.sub(rf"\g<1>{cpus}", environ.get("SLURM_TRES_PER_TASK", ""))
+        where_set["SLURM_TRES_PER_TASK"] = _CPUS_PATTERN.sub(rf"\g<1>{cpus}", environ.get("SLURM_TRES_PER_TASK", ""))
     more = {name: value for name, value in where_set.items() if name in environ}
     return {**ours, "SLURM_NPROCS": str(world_size), "SLURM_NODEID": str(node_rank), **more}
 
@@ -291,9 +289,9 @@ def expand_counts(text: str, *, name: str = "The list of counts") -> list[int]:
     """Return the counts in `4(x2),1`: 4, 4, 1."""
     counts: list[int] = []
     for part in text.split(","):
-        match = _COUNT.fullmatch(part)
+        match = _COUNT_PATTERN.fullmatch(part)
         if match is None:
-            raise ConfigError(f"{name} is {text!r}, but {part!r} is not of the form `4` or `4(x2)`. {_LEAVE_ALONE}")
+            raise ConfigError(f"{name} is {text!r}, but {part!r} is not of the form `4` or `4(x2)`. {_ADVICE}")
         counts += [int(match[1])] * int(match[2] or 1)
     return counts
 
@@ -313,8 +311,8 @@ def _read_step(environ: Mapping[str, str]) -> StepTask | None:
         rank=_needed(environ, "SLURM_PROCID"),
         local_rank=_needed(environ, "SLURM_LOCALID"),
         node_rank=_needed(environ, "SLURM_NODEID"),
-        node_names=_names(environ, "SLURM_STEP_NODELIST"),
-        tasks_per_node=_tasks(environ, "SLURM_STEP_TASKS_PER_NODE"),
+        node_names=_node_names(environ, "SLURM_STEP_NODELIST"),
+        tasks_per_node=_task_counts(environ, "SLURM_STEP_TASKS_PER_NODE"),
         distribution=environ.get("SLURM_DISTRIBUTION") or "block",
         cpus_per_task=_number_if_readable(environ, "SLURM_CPUS_PER_TASK"),
     )
@@ -330,33 +328,33 @@ def _is_of_this_job(task: StepTask, environ: Mapping[str, str]) -> bool:
     return (
         task.node_rank < min(task.num_nodes, len(task.tasks_per_node))
         and name in (None, "", task.node_names[task.node_rank])
-        and set(task.node_names) <= set(_names(environ, "SLURM_JOB_NODELIST"))
-        and _tasks(environ, "SLURM_TASKS_PER_NODE") == task.tasks_per_node
+        and set(task.node_names) <= set(_node_names(environ, "SLURM_JOB_NODELIST"))
+        and _task_counts(environ, "SLURM_TASKS_PER_NODE") == task.tasks_per_node
     )
 
 
-def _names(environ: Mapping[str, str], name: str) -> tuple[str, ...]:
+def _node_names(environ: Mapping[str, str], name: str) -> tuple[str, ...]:
     names = tuple(expand_hostlist(_text(environ, name)))
     if not names:
-        raise ConfigError(f"{name} is {environ[name]!r}, but it must name the nodes of the Slurm job. {_LEAVE_ALONE}")
+        raise ConfigError(f"{name} is {environ[name]!r}, but it must name the nodes of the Slurm job. {_ADVICE}")
     return names
 
 
-def _tasks(environ: Mapping[str, str], name: str) -> tuple[int, ...]:
+def _task_counts(environ: Mapping[str, str], name: str) -> tuple[int, ...]:
     return tuple(expand_counts(_text(environ, name), name=name))
 
 
 def _text(environ: Mapping[str, str], name: str) -> str:
     text = environ.get(name)
     if not text:
-        raise ConfigError(f"{name} is not set, but SLURM_JOB_ID is, so this is a Slurm job. {_LEAVE_ALONE}")
+        raise ConfigError(f"{name} is not set, but SLURM_JOB_ID is, so this is a Slurm job. {_ADVICE}")
     return text
 
 
 def _needed(environ: Mapping[str, str], name: str) -> int:
     text = _text(environ, name)
     if not _is_number(text):
-        raise ConfigError(f"{name} is {text!r}, but it must be a number. {_LEAVE_ALONE}")
+        raise ConfigError(f"{name} is {text!r}, but it must be a number. {_ADVICE}")
     return int(text)
 
 
@@ -366,11 +364,11 @@ def _number(environ: Mapping[str, str], name: str) -> int | None:
 
 def _number_if_readable(environ: Mapping[str, str], name: str) -> int | None:
     text = environ.get(name)
-    return _read(name, text) if text else None
+    return _read_number(name, text) if text else None
 
 
 @cache
-def _read(name: str, text: str) -> int | None:
+def _read_number(name: str, text: str) -> int | None:
     """Return the number; say once in this process that a variable cannot be read."""
     if _is_number(text):
         return int(text)

@@ -14,12 +14,12 @@ from typing import Literal
 
 from ddp_hpc.base.errors import ConfigError, SlurmBusyError, SlurmRefusalError, SlurmUnavailableError
 from ddp_hpc.cluster.slurm import queries
-from ddp_hpc.cluster.slurm.allocation import OF_NO_JOB
+from ddp_hpc.cluster.slurm.allocation import CLUSTER_VARIABLES
 
 TIMEOUT_S = 30.0
-_END_S = 20.0
+_SALLOC_END_S = 20.0
 """How long salloc may take to give its job back."""
-_INHERITED = (
+_SLURM_PREFIXES = (
     *("SLURM_", "SLURMD_", "SBATCH_", "SRUN_", "SALLOC_"),
     *("SQUEUE_", "SINFO_", "SACCT_", "SCANCEL_", "SCONTROL_"),
     *("PMI_", "PMI2_", "PMIX_"),
@@ -37,7 +37,9 @@ _NO_ANSWER = re.compile(
     r"|slurm_load_\w+ error: (Unable|Socket)",
     re.IGNORECASE,
 )
-LIMIT = re.compile(r"submit\w* ?limit|Resource temporarily unavailable|Invalid job array specification", re.IGNORECASE)
+LIMIT_PATTERN = re.compile(
+    r"submit\w* ?limit|Resource temporarily unavailable|Invalid job array specification", re.IGNORECASE
+)
 """What sbatch prints where too many jobs are submitted: `QOSMaxSubmitJobPerUserLimit`, or only `job submit limit`; and where the
 controller has all the jobs that it may have (MaxJobCount), or takes fewer tasks in one array (max_array_tasks)."""
 _BUSY = re.compile(r"sleeping and retrying", re.IGNORECASE)
@@ -48,21 +50,21 @@ _NO_JOB = re.compile(r"Invalid job id|^Job \S+ not found", re.IGNORECASE | re.MU
 Answer = subprocess.CompletedProcess[str]
 
 
-def inherited(environ: Mapping[str, str]) -> list[str]:
+def inherited_names(environ: Mapping[str, str]) -> list[str]:
     """Return the names of the variables that would change what Slurm's commands do."""
-    return sorted(name for name in environ if name.startswith(_INHERITED) and name not in OF_NO_JOB)
+    return sorted(name for name in environ if name.startswith(_SLURM_PREFIXES) and name not in CLUSTER_VARIABLES)
 
 
 def clean_environ(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment for Slurm's commands: without a job's variables, and with times in the format that `times` reads."""
-    dropped = set(inherited(environ))
+    dropped = set(inherited_names(environ))
     clean = {name: value for name, value in environ.items() if name not in dropped}
     return {**clean, "SLURM_TIME_FORMAT": "standard"}
 
 
 def without_inherited_argv(environ: Mapping[str, str]) -> list[str]:
     """Return `env --unset=...`, to put before a command that another library (submitit) starts in our environment."""
-    return ["env", *(f"--unset={name}" for name in inherited(environ))]
+    return ["env", *(f"--unset={name}" for name in inherited_names(environ))]
 
 
 def refuse_other_cluster(own: str, environ: Mapping[str, str]) -> None:
@@ -177,14 +179,14 @@ def queue(environ: Mapping[str, str]) -> list[queries.QueuedEntry]:
     return queries.parse_queue(_stdout(queries.queue_argv(user_name()), environ))
 
 
-def commands(environ: Mapping[str, str]) -> dict[str, str]:
+def job_scripts(environ: Mapping[str, str]) -> dict[str, str]:
     """Return, for each of this user's jobs that is pending or running, its number (an array's is one) and its script."""
-    return queries.parse_commands(_stdout(queries.commands_argv(user_name()), environ))
+    return queries.parse_job_scripts(_stdout(queries.job_scripts_argv(user_name()), environ))
 
 
-def newest_of_script(folder: Path, name: str, environ: Mapping[str, str], *, but: Collection[str]) -> str | None:
+def newest_job_of_script(folder: Path, name: str, environ: Mapping[str, str], *, but: Collection[str]) -> str | None:
     """Return the newest job in the queue, `but` for some, whose script lies in a directory and has a name that begins so (`/job.sbatch`)."""
-    folders = {job: text.rpartition(name)[0] for job, text in commands(environ).items() if job not in but}
+    folders = {job: text.rpartition(name)[0] for job, text in job_scripts(environ).items() if job not in but}
     found = (job for job, where in folders.items() if where and Path(where).resolve() == folder.resolve())
     return max(found, key=int, default=None)
 
@@ -233,9 +235,9 @@ def partitions(environ: Mapping[str, str], *, timeout_s: float = TIMEOUT_S) -> l
     return queries.parse_partitions(_stdout(queries.PARTITIONS_ARGV, environ, timeout_s=timeout_s))
 
 
-def shapes(environ: Mapping[str, str]) -> list[queries.NodeShape]:
+def node_shapes(environ: Mapping[str, str]) -> list[queries.NodeShape]:
     """Return what the nodes of each partition have."""
-    return queries.parse_shapes(_stdout(queries.SHAPES_ARGV, environ))
+    return queries.parse_node_shapes(_stdout(queries.NODE_SHAPES_ARGV, environ))
 
 
 def accounts(environ: Mapping[str, str]) -> list[str]:
@@ -247,17 +249,17 @@ def accounts(environ: Mapping[str, str]) -> list[str]:
 
 def cancel(job_id: str, environ: Mapping[str, str]) -> None:
     """Cancel a pending or running job. scancel does not fail for a job that has ended."""
-    _succeed(["scancel", job_id], environ, f"to cancel job {job_id}")
+    _run_change(["scancel", job_id], environ, f"to cancel job {job_id}")
 
 
 def cancel_pending(job_id: str, environ: Mapping[str, str]) -> None:
     """Cancel the tasks of a job array that still wait; those that run go on."""
-    _succeed(["scancel", "--state=PENDING", job_id], environ, f"to cancel the waiting tasks of job {job_id}")
+    _run_change(["scancel", "--state=PENDING", job_id], environ, f"to cancel the waiting tasks of job {job_id}")
 
 
 def release(job_id: str, environ: Mapping[str, str]) -> None:
     """Release a held job; the code of Slurm's refusal is ESLURM_ACCESS_DENIED if an administrator holds the job."""
-    _succeed(["scontrol", "release", job_id], environ, f"to release job {job_id}")
+    _run_change(["scontrol", "release", job_id], environ, f"to release job {job_id}")
 
 
 def steps(job_id: str, environ: Mapping[str, str]) -> list[str]:
@@ -269,19 +271,19 @@ def requeue(job_id: str, environ: Mapping[str, str]) -> None:
     """Put a job back into the queue, under the same job id; Slurm ends its processes."""
     # A race: Slurm also requeues a job that was cancelled while its processes are still ending (measured: 22.05), and so
     # undoes the user's scancel. Callers ask for the job's state first.
-    _succeed(["scontrol", "requeue", job_id], environ, f"to requeue job {job_id}")
+    _run_change(["scontrol", "requeue", job_id], environ, f"to requeue job {job_id}")
 
 
 def update(job_id: str, environ: Mapping[str, str], **values: str) -> None:
     """Change fields of a job, by scontrol's names (`StartTime="now"`). Slurm never changes the nodes of a running job."""
     changes = [f"{key}={value}" for key, value in values.items()]
-    _succeed(["scontrol", "update", f"JobId={job_id}", *changes], environ, f"to change job {job_id}")
+    _run_change(["scontrol", "update", f"JobId={job_id}", *changes], environ, f"to change job {job_id}")
 
 
 def signal(job_id: str, signal_name: str, environ: Mapping[str, str], *, batch_only: bool = False) -> None:
     """Send a signal to all steps of a job, or to its batch shell alone."""
     argv = ["scancel", f"--signal={signal_name}", *(["--batch"] if batch_only else []), job_id]
-    _succeed(argv, environ, f"to signal job {job_id}")
+    _run_change(argv, environ, f"to signal job {job_id}")
 
 
 def run_in_job(job_id: str, node: str, command: Sequence[str], environ: Mapping[str, str]) -> str:
@@ -290,7 +292,7 @@ def run_in_job(job_id: str, node: str, command: Sequence[str], environ: Mapping[
     # https://slurm.schedmd.com/srun.html#OPT_overlap
     where = [f"--jobid={job_id}", f"--nodelist={node}", "--nodes=1", "--ntasks=1", "--cpus-per-task=1"]
     argv = ["srun", *where, "--overlap", "--quiet", "--input=none", *command]
-    return _succeed(argv, environ, f"to run `{command[0]}` in job {job_id} on {node}")
+    return _run_change(argv, environ, f"to run `{command[0]}` in job {job_id} on {node}")
 
 
 def submit(script: Path, environ: Mapping[str, str], options: Sequence[str] = (), arguments: Sequence[str] = ()) -> str:
@@ -299,15 +301,11 @@ def submit(script: Path, environ: Mapping[str, str], options: Sequence[str] = ()
     Options win over the script's `#SBATCH` lines.
     """
     argv = ["sbatch", "--parsable", *options, str(script), *arguments]
-    return queries.parse_submitted(_succeed(argv, environ, "the job"))
+    return queries.parse_submitted(_run_change(argv, environ, "the job"))
 
 
 def nodes(
-    environ: Mapping[str, str],
-    names: Sequence[str] = (),
-    *,
-    partition: str | None = None,
-    timeout_s: float = TIMEOUT_S,
+    environ: Mapping[str, str], names: Sequence[str] = (), *, partition: str | None = None, timeout_s: float = TIMEOUT_S
 ) -> list[queries.NodeState]:
     """Return the states of some nodes, of a partition's, or of all, with the reasons why they are out of service."""
     return queries.parse_nodes(_stdout(queries.nodes_argv(names, partition=partition), environ, timeout_s=timeout_s))
@@ -371,23 +369,23 @@ def run_in_allocation(
         if process.poll() is None:
             process.terminate()
             with suppress(subprocess.TimeoutExpired):
-                process.communicate(timeout=_END_S)
+                process.communicate(timeout=_SALLOC_END_S)
             process.kill()
             process.communicate()
     return Answer(process.args, process.returncode, stdout, stderr)
 
 
-def run_beside(command: Sequence[str], environ: Mapping[str, str], *, timeout_s: float) -> Answer:
+def run_with_job_environ(command: Sequence[str], environ: Mapping[str, str], *, timeout_s: float) -> Answer:
     """Run a command on this host that asks Slurm about the job which this process is in: it keeps the job's variables."""
     late = f"The check of the nodes did not end within {timeout_s:.0f} s. Try again."
     return _run(command, environ, timeout_s=timeout_s, late=late)
 
 
-def _succeed(argv: Sequence[str], environ: Mapping[str, str], what: str) -> str:
+def _run_change(argv: Sequence[str], environ: Mapping[str, str], what: str) -> str:
     """Run a command that changes something; its failure is Slurm's refusal."""
     answer = ask(argv, environ, timeout_s=TIMEOUT_S)
     if answer.returncode != 0:
-        line = _line(answer, LIMIT, _ERROR, _ANYTHING)
+        line = _line(answer, LIMIT_PATTERN, _ERROR, _ANYTHING)
         raise SlurmRefusalError(
             f"Slurm refuses {what}, and nothing has changed: {line} (if you cannot correct this, ask your cluster's support)",
             queries.refusal_code(answer.stderr),

@@ -14,7 +14,7 @@ STOP_SIGNAL = "USR2"
 """The signal that Slurm sends before the time limit, and at preemption if the site sends the user's signal. NCCL uses
 USR1."""
 
-_NAMED = ("partition", "account", "qos", "constraint", "nodelist", "exclude", "dependency")
+_SAME_NAME_KEYS = ("partition", "account", "qos", "constraint", "nodelist", "exclude", "dependency")
 """Keys of the section `slurm` that are sbatch options of the same name."""
 _MEMORY_FLAGS = ("mem", "mem-per-cpu", "mem-per-gpu")
 _GPU_FLAG, _GRES_FLAG = re.compile(r"gpus(-per-(node|socket|task))?"), re.compile(r"gres|tres-per-\w+")
@@ -51,7 +51,7 @@ def _options(spec: LaunchSpec, run: RunDir, chdir: Path, cpus_per_worker: int) -
         yield "mem", f"{spec.mem_gb}G"
     if resources.time_limit_min is not None:
         yield "time", resources.time_limit_min
-    for key in _NAMED:
+    for key in _SAME_NAME_KEYS:
         if getattr(slurm, key) is not None:
             yield key, getattr(slurm, key)
     if slurm.dependency and "kill_on_invalid_dep" not in slurm.extra:

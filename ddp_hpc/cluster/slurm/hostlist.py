@@ -29,7 +29,7 @@ def expand_hostlist(text: str) -> list[str]:
     hosts: list[str] = []
     for name in _NAME.findall(text):
         if not name:
-            raise _refused(text, "a bracket has no partner")
+            raise _list_error(text, "a bracket has no partner")
         hosts += _expand(name, MAX_HOSTS - len(hosts), text) if "[" in name else [name]
     return hosts
 
@@ -41,7 +41,7 @@ def compress_hostlist(names: Iterable[str]) -> str:
         stem = name.rstrip("0123456789")
         alike[stem, len(name) - len(stem)].append(int(name[len(stem) :] or 0))
     return ",".join(
-        f"{stem}[{as_ranges(numbers, width)}]"
+        f"{stem}[{ranges_text(numbers, width)}]"
         if len(numbers) > 1
         else f"{stem}{numbers[0]:0{width}}"
         if width
@@ -50,7 +50,7 @@ def compress_hostlist(names: Iterable[str]) -> str:
     )
 
 
-def as_ranges(numbers: Iterable[int], width: int = 0) -> str:
+def ranges_text(numbers: Iterable[int], width: int = 0) -> str:
     """Return `0-3,7` for 0, 1, 2, 3, 7, as sbatch takes them; with a width, `00-03,07`."""
     parts: list[tuple[int, int]] = []
     for number in sorted(set(numbers)):
@@ -67,33 +67,33 @@ def _expand(name: str, most: int, text: str) -> list[str]:
     """Expand one name. The numbers of the last bracket change fastest, then those of the first, the second, ...: Slurm's order."""
     suffix = name[name.rindex("]") + 1 :]
     *slower, (before, ranges) = _BRACKET.findall(name)
-    last = _numbered(before, ranges, suffix, most, text)
+    last = _expand_range(before, ranges, suffix, most, text)
     stems = [""]
     for prefix, slower_ranges in slower:
-        endings = _numbered(prefix, slower_ranges, "", most // (len(stems) * len(last)), text)
+        endings = _expand_range(prefix, slower_ranges, "", most // (len(stems) * len(last)), text)
         stems = [stem + ending for ending in endings for stem in stems]
     return [stem + ending for stem in stems for ending in last] if slower else last
 
 
-def _numbered(before: str, ranges: str, after: str, most: int, text: str) -> list[str]:
+def _expand_range(before: str, ranges: str, after: str, most: int, text: str) -> list[str]:
     """Put each number of `1-3,05` between `before` and `after`; numbers keep their leading zeros."""
     names: list[str] = []
     head, tail = f"{before.replace('%', '%%')}%0", f"d{after.replace('%', '%%')}"
     for part in ranges.split(","):
         found = _RANGE.fullmatch(part)
         if not found:
-            raise _refused(text, f"{part!r} is neither a number nor a range")
+            raise _list_error(text, f"{part!r} is neither a number nor a range")
         low, high = found["low"], found["high"] or found["low"]
         first, last = int(low), int(high)
         if not 0 <= last - first < MAX_RANGE:
-            raise _refused(text, f"{part!r} runs backwards or has more than {MAX_RANGE} hosts")
+            raise _list_error(text, f"{part!r} runs backwards or has more than {MAX_RANGE} hosts")
         if len(names) + last - first >= most:
-            raise _refused(text, f"it stands for more than {MAX_HOSTS} hosts")
+            raise _list_error(text, f"it stands for more than {MAX_HOSTS} hosts")
         names += map(f"{head}{len(low)}{tail}".__mod__, range(first, last + 1))
     return names
 
 
-def _refused(text: str, why: str) -> ConfigError:
+def _list_error(text: str, why: str) -> ConfigError:
     return ConfigError(
         f"{text!r} is not a Slurm host list: {why}. Correct it in `slurm.nodelist` or `slurm.exclude`; `scontrol show hostnames` expands a valid one."
     )

@@ -19,12 +19,12 @@ from ddp_hpc.cluster.slurm.hostlist import expand_hostlist
 from ddp_hpc.cluster.slurm.queries import JobRecord
 from ddp_hpc.cluster.slurm.states import parse_state, state_as_verb
 
-Standing = Literal["none", "runs", "gone", "unknown"]
+JobStanding = Literal["none", "runs", "gone", "unknown"]
 """Of the job that a shell's variables name: there is none; it runs; it does not, or not here; Slurm does not say."""
 
 ASK_S = 5.0
 """How long a command waits for Slurm's answer."""
-TO_DO = "open a new shell, or in bash `unset ${!SLURM_@}`: ddp-hpc ignores these variables here, but srun and sbatch read them"
+SHELL_ADVICE = "open a new shell, or in bash `unset ${!SLURM_@}`: ddp-hpc ignores these variables here, but srun and sbatch read them"
 
 _BOOTING = frozenset({"CONFIGURING", "POWER_UP_NODE"})
 """States of a job that has its nodes, such as one of `salloc` that shows its shell before they are up."""
@@ -45,13 +45,13 @@ def without_ended_job(environ: Mapping[str, str]) -> tuple[Mapping[str, str], st
         asked = client.config(environ, timeout_s=ASK_S).name if job is None else ""
     except (ConfigError, SlurmUnavailableError) as error:
         problem = str(error)
-    state, said = standing(environ, job, problem, asked=asked)
-    return (without_job(environ), f"note: {said}; {TO_DO}") if state == "gone" else (environ, "")
+    state, said = standing_of_job(environ, job, problem, asked=asked)
+    return (without_job(environ), f"note: {said}; {SHELL_ADVICE}") if state == "gone" else (environ, "")
 
 
-def standing(
+def standing_of_job(
     environ: Mapping[str, str], job: JobRecord | None, problem: str = "", *, asked: str = ""
-) -> tuple[Standing, str]:
+) -> tuple[JobStanding, str]:
     """Return whether the job of a shell's variables runs, and why that is so.
 
     `job` is that job as Slurm knows it, None where it knows no such job; `problem` says why Slurm gave no answer; `asked` is the
@@ -75,7 +75,7 @@ def standing(
     return _standing_by_nodes(job_id, said, claimed_nodes(environ), job.nodes)
 
 
-def _standing_by_nodes(job_id: str, said: str, claimed: AbstractSet[str] | None, nodes: str) -> tuple[Standing, str]:
+def _standing_by_nodes(job_id: str, said: str, claimed: AbstractSet[str] | None, nodes: str) -> tuple[JobStanding, str]:
     """Tell a job that runs from one that has got other nodes since, or another user's that has its number."""
     if claimed is None:
         return "unknown", f"{said}, but SLURM_JOB_NODELIST does not name the job's nodes"

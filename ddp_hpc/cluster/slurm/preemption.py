@@ -14,7 +14,7 @@ from ddp_hpc.cluster.slurm.directives import STOP_SIGNAL
 from ddp_hpc.cluster.slurm.queries import Association, ClusterConfig, Partition, Qos
 from ddp_hpc.run.run_dir.preflight import Finding
 
-_ADDED = frozenset({"GANG", "PRIORITY", "WITHIN"})
+_MODE_MODIFIERS = frozenset({"GANG", "PRIORITY", "WITHIN"})
 """Words of PreemptMode that say what else is considered, and not what becomes of a preempted job."""
 _DEFAULT_QOS = "normal"
 """The QOS of a job where neither its user nor its account says one, and they may use several."""
@@ -36,7 +36,7 @@ def qos_of(asked: str | None, account: str | None, partition: str, known: Sequen
 def _mode(*texts: str) -> str:
     """Return the first mode that is set."""
     text = next((text for text in texts if text), "OFF")
-    return next((word for word in text.upper().split(",") if word not in _ADDED), "OFF")
+    return next((word for word in text.upper().split(",") if word not in _MODE_MODIFIERS), "OFF")
 
 
 def findings_on_preemption(
@@ -48,25 +48,25 @@ def findings_on_preemption(
 ) -> list[Finding] | None:
     """Return what each rule that may apply to a job of this partition and QOS means for a run; None where they are not known."""
     if config.preempt_type == "preempt/none":
-        return [_answer("OFF", 0, "the cluster (PreemptType)", [], config)]
+        return [_finding("OFF", 0, "the cluster (PreemptType)", [], config)]
     if config.preempt_type == "preempt/partition_prio":
         above = [f"partition {one.name}" for one in partitions if one.priority_tier > partition.priority_tier]
         mode = _mode(partition.preempt_mode, config.preempt_mode)
-        return [_answer(mode, partition.grace_time_s, f"partition {partition.name}", above, config)]
+        return [_finding(mode, partition.grace_time_s, f"partition {partition.name}", above, config)]
     if config.preempt_type == "preempt/qos" and all_qos is not None:
         known = [one for name in qos for one in all_qos if one.name == name]
-        return [_of_qos(one, all_qos, config) for one in known] if known and len(known) == len(qos) else None
+        return [_finding_of_qos(one, all_qos, config) for one in known] if known and len(known) == len(qos) else None
     return None
 
 
-def _of_qos(qos: Qos, all_qos: Sequence[Qos], config: ClusterConfig) -> Finding:
+def _finding_of_qos(qos: Qos, all_qos: Sequence[Qos], config: ClusterConfig) -> Finding:
     above = [f"QOS {one.name}" for one in all_qos if qos.name in one.preempts]
     if "WITHIN" in f"{qos.preempt_mode},{config.preempt_mode}".upper().split(","):
         above.append(f"QOS {qos.name} of a higher priority")
-    return _answer(_mode(qos.preempt_mode, config.preempt_mode), qos.grace_time_s, f"QOS {qos.name}", above, config)
+    return _finding(_mode(qos.preempt_mode, config.preempt_mode), qos.grace_time_s, f"QOS {qos.name}", above, config)
 
 
-def _answer(mode: str, grace_s: int, of: str, above: Sequence[str], config: ClusterConfig) -> Finding:
+def _finding(mode: str, grace_s: int, of: str, above: Sequence[str], config: ClusterConfig) -> Finding:
     """Return what a rule means for a run: `mode` is OFF, REQUEUE, CANCEL or SUSPEND, or a word of a later Slurm; jobs of `above` may preempt it."""
     if mode == "OFF":
         return Finding("ok", f"PreemptMode is OFF in {of}: a run there is not preempted")

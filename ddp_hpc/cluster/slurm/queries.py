@@ -13,11 +13,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ddp_hpc.base.errors import ConfigError
-from ddp_hpc.base.slurm_times import minutes, parse_time, seconds
+from ddp_hpc.base.slurm_times import parse_minutes, parse_seconds, parse_time
 
 _FIELD, _RECORD = "\x1f", "\x1e"
 """The unit and record separators of ASCII. Paths and reasons may hold line breaks, but hardly these."""
-_NOTHING = frozenset({"", "(null)", "N/A", "None", "None assigned", "NONE", "Unknown", "UNLIMITED", "INFINITE", "n/a"})
+_EMPTY = frozenset({"", "(null)", "N/A", "None", "None assigned", "NONE", "Unknown", "UNLIMITED", "INFINITE", "n/a"})
 
 _QUEUE_FIELDS = ("JobID", "ArrayJobID", "ArrayTaskID", "State", "Reason", "StartTime")
 
@@ -70,12 +70,12 @@ def _line_fields(text: str, separator: str, num_fields: int) -> Iterator[list[st
     return (line.split(separator) for line in text.splitlines() if line.count(separator) + 1 == num_fields)
 
 
-def commands_argv(user: str) -> list[str]:
+def job_scripts_argv(user: str) -> list[str]:
     """List the job scripts of all pending and running jobs of a user."""
     return ["squeue", "--all", "--noheader", f"--user={user}", f"--Format=ArrayJobID:{_FIELD},Command:{_RECORD}"]
 
 
-def parse_commands(text: str) -> dict[str, str]:
+def parse_job_scripts(text: str) -> dict[str, str]:
     """Return for the number of a job, or of the array that a task belongs to, its script, with arguments before Slurm 26.05."""
     return dict(_rows(text, 2))
 
@@ -130,7 +130,7 @@ def parse_job(text: str) -> JobRecord | None:
         account=_or_empty(fields.get("Account", "")),
         qos=_or_empty(fields.get("QOS", "")),
         nodes=_or_empty(fields.get("NodeList", "")),
-        time_limit_min=minutes(fields.get("TimeLimit", "")),
+        time_limit_min=parse_minutes(fields.get("TimeLimit", "")),
         eligible_at=parse_time(fields.get("EligibleTime", "")),
         ends_at=parse_time(fields.get("EndTime", "")),
         preempted_at=parse_time(fields.get("PreemptTime", "")),
@@ -158,7 +158,7 @@ def parse_accounting(text: str) -> list[JobRecord]:
             state=state,
             reason=_or_empty(reason),
             nodes=_or_empty(nodes),
-            time_limit_min=minutes(limit),
+            time_limit_min=parse_minutes(limit),
             ends_at=parse_time(end),
         )
         for number, state, _, end, limit, nodes, reason in sorted(rows, key=lambda row: parse_time(row[2]) or 0.0)
@@ -277,8 +277,8 @@ def parse_partitions(text: str) -> list[Partition]:
             is_default=row.get("Default") == "YES",
             is_up=row.get("State") == "UP",
             total_nodes=_integer(row.get("TotalNodes", "")) or 0,
-            max_time_min=minutes(row.get("MaxTime", "")),
-            default_time_min=minutes(row.get("DefaultTime", "")),
+            max_time_min=parse_minutes(row.get("MaxTime", "")),
+            default_time_min=parse_minutes(row.get("DefaultTime", "")),
             preempt_mode=_or_empty(row.get("PreemptMode", "")),
             grace_time_s=_integer(row.get("GraceTime", "")) or 0,
             priority_tier=_integer(row.get("PriorityTier", "1")) or 0,
@@ -310,20 +310,20 @@ class NodeShape:
     """The TYPE of `--gres=gpu:TYPE`."""
 
 
-SHAPES_ARGV = ("scontrol", "--all", "--oneliner", "show", "node")
+NODE_SHAPES_ARGV = ("scontrol", "--all", "--oneliner", "show", "node")
 """Ask for CPUs, memory, GPUs and partitions of each node; sinfo would count the CPUs and the memory that jobs cannot have."""
-_OF_NODE = re.compile(r" (CPUEfctv|CPUTot|RealMemory|MemSpecLimit|Gres|Partitions)=(\S*)")
+_NODE_KEY = re.compile(r" (CPUEfctv|CPUTot|RealMemory|MemSpecLimit|Gres|Partitions)=(\S*)")
 _GPUS = re.compile(r"(?:^|,)gpu:(?:([^:,(]+):)?(\d{1,9})(?=[(,]|$)")
 """Matches `gpu:4` and `gpu:a100:4(S:0-1)`; one match for each type of GPU, whose name may be a number (`gpu:3090:8`)."""
 
 
-def parse_shapes(text: str) -> list[NodeShape]:
+def parse_node_shapes(text: str) -> list[NodeShape]:
     """Return one row for each kind of node in each partition."""
     kinds: Counter[NodeShape] = Counter()
     for line in text.splitlines():
         if not line.startswith("NodeName="):
             continue
-        node = dict(reversed(_OF_NODE.findall(line)))  # the first of a name: comments and reasons stand at the end
+        node = dict(reversed(_NODE_KEY.findall(line)))  # the first of a name: comments and reasons stand at the end
         cpus, memory, kept = (_integer(node.get(key, "")) or 0 for key in ("CPUEfctv", "RealMemory", "MemSpecLimit"))
         gpus = _GPUS.findall(node.get("Gres", ""))
         shape = NodeShape(
@@ -397,7 +397,7 @@ def parse_qos(text: str) -> list[Qos]:
             name=name,
             preempts=tuple(filter(None, preempts.split(","))),
             preempt_mode="" if mode.lower() in {"", "cluster"} else mode.upper(),
-            grace_time_s=seconds(grace) or 0,
+            grace_time_s=parse_seconds(grace) or 0,
         )
         for name, preempts, mode, grace in _line_fields(text, "|", 4)
     ]
@@ -477,7 +477,7 @@ def _fields(line: str) -> Mapping[str, str]:
 
 
 def _or_empty(text: str) -> str:
-    return "" if text in _NOTHING else text
+    return "" if text in _EMPTY else text
 
 
 def _integer(text: str) -> int | None:

@@ -95,7 +95,7 @@ def has_ended(state: str) -> bool:
     return parse_state(state) in ENDED
 
 
-_HELD = "the job is held; release it with `scontrol release JOBID`"
+_HELD_TEXT = "the job is held; release it with `scontrol release JOBID`"
 _HELD_AFTER_FAILURE = (
     "Slurm holds the job, because a node could not launch it, for instance because a prolog failed there; "
     "release it with `ddp-hpc requeue RUN --now` or `scontrol release JOBID`"
@@ -115,10 +115,10 @@ _REASONS: dict[str, str] = {
     "joblocked": "the job waits for the end of a job that it depends on",
     "arraytasklimit": "the job waits until fewer tasks of its array run than the limit allows (`%` in `--array`)",
     "jobarraytasklimit": "the job waits until fewer tasks of its array run than the limit allows (`%` in `--array`)",
-    "jobhelduser": _HELD,
+    "jobhelduser": _HELD_TEXT,
     "jobheldadmin": "an administrator holds the job; ask your cluster's support",
     "jobholdmaxrequeue": "Slurm holds the job, because it was requeued as often as the cluster allows; release it with `scontrol release JOBID`",
-    "job requeued in held state": _HELD,
+    "job requeued in held state": _HELD_TEXT,
     "launch failed requeued held": _HELD_AFTER_FAILURE,
     "launch failure limit exceeded requeued held": _HELD_AFTER_FAILURE,
     "partitiondown": "the job's partition is down; the job starts when an administrator sets the partition up again",
@@ -175,7 +175,7 @@ _REASONS: dict[str, str] = {
 """Slurm's reason code, in lower case and with spaces for underscores -> what it means.
 https://slurm.schedmd.com/job_reason_codes.html"""
 
-_LIMIT = re.compile(
+_LIMIT_PATTERN = re.compile(
     r"(?P<whose>qos|assoc|)(?P<kind>grp|max|min)(?P<what>[a-z]+?)(?P<each>per(?:user|job|node|account)|)(?:limit|notsatisfied|)",
     re.ASCII,
 )
@@ -198,10 +198,10 @@ _RESOURCES = {
     "prio": "priority",
 }
 """Part of a limit's code -> what it limits; the first part that the code contains counts."""
-_JOBS = (_RESOURCES["submit"], _RESOURCES["job"])
+_JOB_RESOURCES = (_RESOURCES["submit"], _RESOURCES["job"])
 """Limits of numbers of jobs, which no job exceeds alone."""
 
-_LIMITS = {
+_TEXT_BY_LIMIT = {
     "min": "the job asks for less than its {whose} requires of a job ({what}), so the job will not start; cancel it, and ask for more",
     "budget": "the job's {whose} has used all the time that it was granted; submit with another one, or ask your cluster's support",
     "grp": "all jobs of this job's {whose} together have reached the limit of {what}; this job starts when some of them end{unless}",
@@ -225,7 +225,7 @@ def explain_reason(code: str) -> str:
     first, _, rest = plain.partition(",")
     words = _REASONS.get(key, _REASONS.get(first.lower().strip()))
     if words is None:
-        return _limit(key) or plain
+        return _explain_limit(key) or plain
     nodes = rest.partition("UnavailableNodes:")[2].strip()
     return f"{words}: {nodes}" if nodes else words
 
@@ -241,9 +241,9 @@ def is_held(code: str) -> bool:
     return any(words in explain_reason(code) for words in ("the job is held", "holds the job"))
 
 
-def _limit(key: str) -> str | None:
+def _explain_limit(key: str) -> str | None:
     """Return what a limit's code means, or None for other codes."""
-    found = _LIMIT.fullmatch(key)
+    found = _LIMIT_PATTERN.fullmatch(key)
     if found is None:
         return None
     # `GrpWall`, too, limits the time that jobs have used, not the one that they ask for:
@@ -251,7 +251,7 @@ def _limit(key: str) -> str | None:
     is_used_time = (found["what"].endswith("minutes") and "run" not in found["what"]) or "wall" in found["what"]
     is_budget = found["kind"] == "grp" and is_used_time
     kind = "budget" if is_budget else found["kind"]
-    template = _LIMITS.get(f"{kind} {found['each']}", _LIMITS[kind])
+    template = _TEXT_BY_LIMIT.get(f"{kind} {found['each']}", _TEXT_BY_LIMIT[kind])
     what = next((words for part, words in _RESOURCES.items() if part in found["what"]), "resources")
-    unless = "" if what in _JOBS else ", unless it asks for more than that limit itself"
+    unless = "" if what in _JOB_RESOURCES else ", unless it asks for more than that limit itself"
     return template.format(whose="account" if found["whose"] == "assoc" else "QOS", what=what, unless=unless)

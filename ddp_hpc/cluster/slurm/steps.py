@@ -54,12 +54,12 @@ def probe_argv(num_nodes: int, *, is_all_or_none: bool = False) -> list[str]:
     ]
 
 
-def probe_on(nodes: Sequence[str], *, is_all_or_none: bool = False) -> list[str]:
+def probe_on_argv(nodes: Sequence[str], *, is_all_or_none: bool = False) -> list[str]:
     """Return the same for these nodes, by their names: srun might take others of the job's where these are not all."""
     return [*probe_argv(len(nodes), is_all_or_none=is_all_or_none), f"--nodelist={compress_hostlist(nodes)}"]
 
 
-def beside_argv(spec: LaunchSpec, world: World, *, cpus_per_worker: int) -> list[str]:
+def overlap_step_argv(spec: LaunchSpec, world: World, *, cpus_per_worker: int) -> list[str]:
     """Return the beginning of the command that runs one short task on every node, bound to CPUs as an agent and its workers are."""
     step = step_argv(spec, world, tasks_per_node=1, cpus_per_worker=cpus_per_worker)
     return [*step, "--overlap", "--quiet", "--kill-on-bad-exit=0"]  # of an option given twice, srun takes the last

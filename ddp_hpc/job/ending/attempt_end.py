@@ -14,13 +14,13 @@ from ddp_hpc.job.ending.evidence import gather_evidence
 from ddp_hpc.job.ending.hang_report import report_hang
 from ddp_hpc.job.job_context import JobContext, Outcome
 from ddp_hpc.run import requeue
-from ddp_hpc.run.requeue import Situation
+from ddp_hpc.run.requeue import DecisionInputs
 from ddp_hpc.run.run_dir import ownership
 from ddp_hpc.run.run_dir.failure_reports import WorkerFailure, silent_end_message
 from ddp_hpc.run.run_dir.ledger import Cause, End, record_end
 from ddp_hpc.run.run_dir.records import read_remarks, write_done
 
-_EARLY_STOP_MESSAGE = "a stop signal killed the workers before they had installed their signal handlers: a user sent it to the job's steps, or srun did because one task failed"
+_EARLY_SIGNAL_MESSAGE = "a stop signal killed the workers before they had installed their signal handlers: a user sent it to the job's steps, or srun did because one task failed"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,10 +49,10 @@ def conclude_attempt(context: JobContext, attempt: int, outcome: Outcome) -> Con
     poisoned = requeue.repeated_sample(evidence.attempts, root, newest_step)
     is_without_progress = poisoned and context.workload.progress_on_disk(context.run) == newest_step
     num_alike = requeue.num_alike(evidence.attempts, root, newest_step, now=time.time())
-    situation = Situation(
+    situation = DecisionInputs(
         cause=cause,
         is_committed=outcome.code == exit_codes.STOPPED,
-        has_obeyed=outcome.code in _STOPPED_CODES or _was_left_by_others(failure),
+        has_obeyed=outcome.code in _STOPPED_CODES or _is_secondary_script_failure(failure),
         num_without_progress=requeue.num_without_progress(evidence.attempts, newest_step, cause),
         without_progress=context.workload.without_progress,
         fails_again=poisoned if is_without_progress else "",
@@ -70,7 +70,7 @@ def conclude_attempt(context: JobContext, attempt: int, outcome: Outcome) -> Con
     decision = requeue.decide_next(situation, context.spec.restart)
     message = _shortened_reason(cause, outcome, explained)
     reasons = [message, *_remarks(context, attempt, cause, outcome, explained)]
-    end = decision.end(*reasons, cause=cause, last_step=newest_step, failed_nodes=failed_nodes, root=root)
+    end = decision.make_end(*reasons, cause=cause, last_step=newest_step, failed_nodes=failed_nodes, root=root)
     _record_end(context, attempt, end)
     is_slurm_away = context.allocation is not None and evidence.job is None
     return Conclusion(attempt=attempt, end=end, exclude=decision.exclude, is_slurm_away=is_slurm_away)
@@ -97,11 +97,11 @@ _MOST_REMARKS = 3
 def _shortened_reason(cause: Cause, outcome: Outcome, failure: WorkerFailure | None) -> str:
     """Return why an attempt ended, without the end of a very long text, as each command reads the ledger; error reports have all of it."""
     message = outcome.reason or _reason_of_end(cause, outcome, failure)
-    left_out = len(message) - _MOST_CHARACTERS
-    return message if left_out <= 0 else f"{message[:_MOST_CHARACTERS]} ... ({left_out} more characters)"
+    left_out = len(message) - _MAX_REASON_CHARACTERS
+    return message if left_out <= 0 else f"{message[:_MAX_REASON_CHARACTERS]} ... ({left_out} more characters)"
 
 
-_MOST_CHARACTERS = 4000
+_MAX_REASON_CHARACTERS = 4000
 
 
 def _record_end(context: JobContext, attempt: int, end: End) -> None:
@@ -122,9 +122,9 @@ def _record_end(context: JobContext, attempt: int, end: End) -> None:
             ownership.release_claim(context.run, attempt)
 
 
-_STOPPED_CODES = {exit_codes.STOPPED, exit_codes.STOPPED_EARLY}
+_STOPPED_CODES = {exit_codes.STOPPED, exit_codes.STOPPED_BEFORE_START}
 """What workers exit with that have stopped as they were asked to, perhaps before they had anything to save."""
-_WORKERS_CAUSES = {
+_WORKER_REPORTED_CAUSES = {
     Cause.WORKER_CRASHED,
     Cause.HANG,
     Cause.REFUSED,
@@ -136,7 +136,7 @@ _WORKERS_CAUSES = {
 """Causes that a worker's report explains best."""
 
 
-def _was_left_by_others(failure: WorkerFailure | None) -> bool:
+def _is_secondary_script_failure(failure: WorkerFailure | None) -> bool:
     """Tell whether a script failed only as another of its ranks had ended, which needs to report nothing to obey a stop."""
     return failure is not None and failure.is_secondary and failure.of_script
 
@@ -144,8 +144,8 @@ def _was_left_by_others(failure: WorkerFailure | None) -> bool:
 def _reason_of_end(cause: Cause, outcome: Outcome, failure: WorkerFailure | None) -> str:
     if cause == Cause.FINISHED or (cause == Cause.STOP_ASKED and outcome.code in _STOPPED_CODES):
         return ""
-    if cause in _WORKERS_CAUSES and failure is not None:
-        if cause == Cause.STOP_ASKED and _was_left_by_others(failure):
+    if cause in _WORKER_REPORTED_CAUSES and failure is not None:
+        if cause == Cause.STOP_ASKED and _is_secondary_script_failure(failure):
             return (
                 f"rank {failure.rank} on {failure.host} lost its connection to a rank that stopped earlier; submit the run again: it goes on "
                 "from the script's last save. If the script saves when it is stopped, have all ranks stop after the same step"
@@ -174,5 +174,5 @@ def _reason_of_end(cause: Cause, outcome: Outcome, failure: WorkerFailure | None
         Cause.NOT_SAVED: "saves have failed for longer than `checkpoint.max_failing_s`; check the space, the quota and the permissions of the run's directory",
         Cause.UNEXPLAINED: "a stop signal arrived before the workers had installed their signal handlers"
         if outcome.was_signalled
-        else _EARLY_STOP_MESSAGE,
+        else _EARLY_SIGNAL_MESSAGE,
     }.get(cause, cause)

@@ -13,7 +13,7 @@ from ddp_hpc.run import requeue
 from ddp_hpc.run.run_dir.differences import Difference, is_same_difference
 from ddp_hpc.run.run_dir.error_fingerprint import fingerprint
 from ddp_hpc.run.run_dir.failure_reports import WorkerFailure
-from ddp_hpc.run.run_dir.ledger import Attempt, Cause, Ending, Root
+from ddp_hpc.run.run_dir.ledger import Attempt, Cause, Ending, RootFailure
 from ddp_hpc.run.run_dir.network import NetworkFindings
 from ddp_hpc.run.spec.launch import RestartSpec
 from ddp_hpc.run.world import World
@@ -64,7 +64,7 @@ def nodes_to_avoid(
     return requeue.bad_nodes(completed, policy, now=now)
 
 
-def root_failure(cause: Cause, failures: Sequence[WorkerFailure], *, hosts: Sequence[str]) -> Root:
+def root_failure(cause: Cause, failures: Sequence[WorkerFailure], *, hosts: Sequence[str]) -> RootFailure:
     """Return the failure that came first; without fields where no worker reported one.
 
     A sample that is proved to be wrong is the root, whatever other ranks report: their clocks may differ, and what they met may
@@ -73,12 +73,12 @@ def root_failure(cause: Cause, failures: Sequence[WorkerFailure], *, hosts: Sequ
     """
     own = [failure for failure in failures if not (failure.is_secondary or failure.is_hang)]
     if cause != Cause.WORKER_CRASHED or not own:
-        return Root()
+        return RootFailure()
     proved = [failure for failure in own if failure.entity and not failure.may_recover]
     first = (proved or own)[0]
     num_entities = len({(failure.entity, failure.entity_version) for failure in proved})
     kind = first.exception_type or f"signal {first.signal}, exit code {first.exit_code}"
-    return Root(
+    return RootFailure(
         fingerprint=fingerprint(kind, first.exception, first.place, hosts=(*hosts, first.host)),
         entity=first.entity,
         entity_version=first.entity_version,
@@ -114,14 +114,14 @@ def corrected_attempts(attempts: Sequence[Attempt], differences: Sequence[Differ
     """
     by_attempt = {one.attempt: one for one in differences}
     found = [
-        replace(one, failed_nodes=_nodes_now_known(by_attempt[one.attempt], one, differences))
+        replace(one, failed_nodes=_corrected_nodes(by_attempt[one.attempt], one, differences))
         for one in attempts
         if one.cause == Cause.RANKS_DIFFER and one.attempt in by_attempt
     ]
     return [one for one in found if one not in attempts]
 
 
-def _nodes_now_known(own: Difference, attempt: Attempt, differences: Sequence[Difference]) -> tuple[str, ...]:
+def _corrected_nodes(own: Difference, attempt: Attempt, differences: Sequence[Difference]) -> tuple[str, ...]:
     if any(is_same_difference(one, own) for one in differences if one.attempt != own.attempt):
         return ()
     return odd_ranks_nodes(own, attempt.nodes) if own.told_by == "repetition" else attempt.failed_nodes

@@ -10,7 +10,7 @@ from ddp_hpc.base import exit_codes
 from ddp_hpc.cluster.slurm import states
 from ddp_hpc.cluster.slurm.queries import JobRecord
 from ddp_hpc.job.job_context import Outcome
-from ddp_hpc.run.requeue import SLURMS_SLOP_S
+from ddp_hpc.run.requeue import SLURM_SIGNAL_EARLY_S
 from ddp_hpc.run.run_dir.differences import Difference
 from ddp_hpc.run.run_dir.failure_reports import WorkerFailure
 from ddp_hpc.run.run_dir.ledger import Attempt, Cause, Ledger
@@ -128,7 +128,7 @@ def is_job_cancelled(job: JobRecord, accounted_as: str) -> bool:
     return job.preempted_at is None or states.parse_state(accounted_as) == "cancelled"
 
 
-def _cause_of_request(evidence: Evidence) -> Cause | None:
+def _cause_if_stop_asked(evidence: Evidence) -> Cause | None:
     """Return why the workers were asked to stop, if they were."""
     if evidence.outcome.code == exit_codes.REFUSED:
         return Cause.WORKER_CRASHED if evidence.has_trained else Cause.REFUSED
@@ -141,13 +141,13 @@ def _cause_of_request(evidence: Evidence) -> Cause | None:
     return Cause.PREFLIGHT if evidence.outcome.has_failed_preflight else None
 
 
-def _cause_of_stop(evidence: Evidence) -> Cause | None:
+def _cause_by_stop_code(evidence: Evidence) -> Cause | None:
     """Return why the workers stopped though the supervisor knows of no request: Slurm signalled the job steps only."""
-    if evidence.outcome.code not in (exit_codes.STOPPED, exit_codes.STOPPED_EARLY):
+    if evidence.outcome.code not in (exit_codes.STOPPED, exit_codes.STOPPED_BEFORE_START):
         return None
     # Slurm may send the signal a minute earlier than asked (sbatch(1), `--signal`, https://slurm.schedmd.com/sbatch.html).
     ends_at = None if evidence.job is None else evidence.job.ends_at
-    is_near_limit = ends_at is not None and evidence.now >= ends_at - evidence.lead_s - 2 * SLURMS_SLOP_S
+    is_near_limit = ends_at is not None and evidence.now >= ends_at - evidence.lead_s - 2 * SLURM_SIGNAL_EARLY_S
     if evidence.outcome.is_out_of_time or is_near_limit:
         return Cause.TIME_LIMIT
     if evidence.has_script_asked:
@@ -163,4 +163,4 @@ def _cause_of_failure(evidence: Evidence) -> Cause | None:
     return Cause.NODE_FAILED if evidence.lost_nodes else Cause.WORKER_CRASHED
 
 
-_CAUSE_FINDERS = (_cause_by_exit_code, _cause_by_slurm, _cause_of_request, _cause_of_stop, _cause_of_failure)
+_CAUSE_FINDERS = (_cause_by_exit_code, _cause_by_slurm, _cause_if_stop_asked, _cause_by_stop_code, _cause_of_failure)

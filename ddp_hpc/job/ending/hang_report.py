@@ -11,12 +11,12 @@ from ddp_hpc.cluster.rank_probe.compare_ranks import main_thread_frames
 from ddp_hpc.cluster.rank_probe.hang_verdict import RankStack, judge_hang
 from ddp_hpc.job.ending.best_effort import best_effort
 from ddp_hpc.job.job_context import JobContext
-from ddp_hpc.run.run_dir.failure_reports import Phase, WorkerFailure, allowed_phase, write_failure
+from ddp_hpc.run.run_dir.failure_reports import Phase, WorkerFailure, announced_phase, write_failure
 from ddp_hpc.run.run_dir.hang_records import RankInHang, read_hang_records
 from ddp_hpc.run.run_dir.network import NetworkFindings
 from ddp_hpc.run.run_dir.paths import RunDir
 
-_WATCHDOG_DUMP = re.compile(r"^Timeout \(\d+:\d\d:\d\d", re.MULTILINE)
+_WATCHDOG_DUMP_PATTERN = re.compile(r"^Timeout \(\d+:\d\d:\d\d", re.MULTILINE)
 _TAIL_BYTES = 256 << 10
 """Of a log: where the stacks that a watchdog dumped stand."""
 
@@ -38,7 +38,7 @@ def report_hang(
         replace_text(path, "".join(texts))
     lost_peer = {failure.rank for failure in failures if failure.is_secondary}
     kind, waited_for, words = judge_hang(hosts, records, stands, network, lost_peer=lost_peer)
-    phase = allowed_phase(run, attempt)
+    phase = announced_phase(run, attempt)
     rank = max(waited_for, 0)  # reports are files of ranks: one of no rank goes to rank zero's
     failure = WorkerFailure(
         rank=waited_for,
@@ -81,7 +81,7 @@ def _read_rank_stack(run: RunDir, attempt: int, rank: int) -> RankStack | None:
         text = read_end_of_file(run.rank_log(attempt, rank), _TAIL_BYTES)[1].decode("utf-8", errors="replace")
     except OSError:
         return None
-    dumps = list(_WATCHDOG_DUMP.finditer(text))
+    dumps = list(_WATCHDOG_DUMP_PATTERN.finditer(text))
     if not dumps:
         return None
     stacks = text[dumps[-1].start() :]

@@ -49,7 +49,7 @@ def conclude_in_any_case(context: JobContext, attempt: int, outcome: Outcome) ->
     except Exception as error:  # noqa: BLE001  whatever failed, the job must not end because of it
         reasons = [outcome.reason, print_error(error)]
     if outcome.code == exit_codes.FENCED:
-        end = requeue.Decision(ending=Ending.FENCED).end(*reasons, cause=Cause.FENCED)
+        end = requeue.Decision(ending=Ending.FENCED).make_end(*reasons, cause=Cause.FENCED)
         return Conclusion(attempt=attempt, end=end)
     num, newest_step, ledger = 1, None, None
     with suppress(Exception):
@@ -60,7 +60,7 @@ def conclude_in_any_case(context: JobContext, attempt: int, outcome: Outcome) ->
         with suppress(Exception):
             attempts = attempts_of_submission(ledger, read_queued_job(context.run))
             num = requeue.num_without_progress(attempts, newest_step, _FALLBACK_CAUSE)
-    situation = requeue.Situation(
+    situation = requeue.DecisionInputs(
         cause=_FALLBACK_CAUSE,
         num_without_progress=num,
         without_progress=context.workload.without_progress,
@@ -68,7 +68,7 @@ def conclude_in_any_case(context: JobContext, attempt: int, outcome: Outcome) ->
         may_requeue=context.spec.slurm.requeue,
     )
     decision = requeue.decide_next(situation, context.spec.restart)
-    end = decision.end(*reasons, cause=_FALLBACK_CAUSE, last_step=newest_step)
+    end = decision.make_end(*reasons, cause=_FALLBACK_CAUSE, last_step=newest_step)
     try:
         record_end(context.run, attempt, end)
     except Exception as error:  # noqa: BLE001  requeueing the job matters more
@@ -79,7 +79,7 @@ def conclude_in_any_case(context: JobContext, attempt: int, outcome: Outcome) ->
     return Conclusion(attempt=attempt, end=end, exclude=decision.exclude)
 
 
-def requeue_in_any_case(context: JobContext, conclusion: Conclusion) -> None:
+def carry_out_in_any_case(context: JobContext, conclusion: Conclusion) -> None:
     """Leave as `requeue_job` does; if that fails, requeue the job without records and excluded nodes."""
     try:
         requeue_job.carry_out_decision(context, conclusion)

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ddp_hpc.base import exit_codes, processes
-from ddp_hpc.cluster.rendezvous.links.findings import LinkAnswer, confirm_findings, findings_of
-from ddp_hpc.cluster.rendezvous.links.probe import LONGEST_S, PACE_S
+from ddp_hpc.cluster.rendezvous.links.findings import NodeLinkReport, confirm_findings, findings_of
+from ddp_hpc.cluster.rendezvous.links.probe import PARTNER_TIMEOUT_S, ROUND_S
 from ddp_hpc.cluster.rendezvous.links.rounds import rounds_of
-from ddp_hpc.cluster.slurm.steps import probe_on
+from ddp_hpc.cluster.slurm.steps import probe_on_argv
 from ddp_hpc.job.ending.best_effort import best_effort, best_effort_diagnosis
 from ddp_hpc.job.ending.hang_report import has_stacks
 from ddp_hpc.job.job_context import JobContext, Outcome
@@ -29,13 +29,13 @@ from ddp_hpc.run.run_dir.records import read_stop_request
 
 READY_TIMEOUT_S = 20.0
 """How long the nodes may take to start Python and to listen."""
-REPORT_S = 5.0
+REPORT_TIMEOUT_S = 5.0
 PROBE_TIMEOUT_S = 60.0
 """How long all of it takes at most."""
-_LOOK_S = 0.05
-_END_S = 2.0
+_POLL_INTERVAL_S = 0.05
+_END_TIMEOUT_S = 2.0
 
-StepArgv = Callable[[Sequence[str]], list[str]]
+StepArgvFunction = Callable[[Sequence[str]], list[str]]
 """From the names of nodes to the beginning of the command that runs one task on each."""
 
 
@@ -43,7 +43,7 @@ def explain_by_network(context: JobContext, attempt: int, outcome: Outcome) -> O
     """Return the outcome with what a probe of the network found, where the attempt hung or its ranks lost each other."""
     explained = outcome
     with best_effort_diagnosis("the network between the nodes"):
-        if len(context.nodes) > 1 and _is_suspect(context, attempt, outcome) and context.has_time(PROBE_TIMEOUT_S):
+        if len(context.nodes) > 1 and _may_be_network(context, attempt, outcome) and context.has_time(PROBE_TIMEOUT_S):
             sys.stderr.write(
                 "note: ddp-hpc now probes the network between the nodes, as it may be why the ranks made no progress\n"
             )
@@ -59,9 +59,9 @@ def explain_by_network(context: JobContext, attempt: int, outcome: Outcome) -> O
     return explained
 
 
-def _is_suspect(context: JobContext, attempt: int, outcome: Outcome) -> bool:
+def _may_be_network(context: JobContext, attempt: int, outcome: Outcome) -> bool:
     """Tell whether an attempt failed in a way that a broken network can cause."""
-    if outcome.code in {*exit_codes.GOOD, exit_codes.FENCED} or outcome.was_suspended or not outcome.met_at:
+    if outcome.code in {*exit_codes.GOOD_CODES, exit_codes.FENCED} or outcome.was_suspended or not outcome.met_at:
         return False
     if outcome.lost_nodes or read_stop_request(context.run) is not None:
         return False  # srun would wait for lost nodes; ranks that obey a stop at different times lose each other
@@ -78,7 +78,7 @@ def probe_network(
     nodes: Sequence[str],
     address: str,
     *,
-    step_argv: StepArgv = probe_on,
+    step_argv: StepArgvFunction = probe_on_argv,
     ready_s: float = READY_TIMEOUT_S,
     measures: bool = False,
 ) -> NetworkFindings:
@@ -123,11 +123,11 @@ class _ProbeSession:
 
     nodes: Sequence[str]
     address: str
-    step_argv: StepArgv
+    step_argv: StepArgvFunction
     deadline: float
     measures: bool = False
     mark: str = ""
-    answers: dict[int, LinkAnswer] = field(default_factory=dict)
+    answers: dict[int, NodeLinkReport] = field(default_factory=dict)
     places: dict[int, tuple[str, int]] = field(default_factory=dict)
     """Where the nodes listen that do."""
     _done: set[int] = field(default_factory=set)
@@ -164,9 +164,12 @@ class _ProbeSession:
         rows = [[node, *self.places.get(number, ("", 0))] for number, node in enumerate(self.nodes)]
         self._send_order(do="go", token=secrets.token_hex(16), nodes=rows, measures=self.measures)
         whole = set(self.places)
-        self._read_until(lambda: self._done >= whole, len(rounds_of(len(self.nodes))) * PACE_S + LONGEST_S + REPORT_S)
+        self._read_until(
+            lambda: self._done >= whole,
+            len(rounds_of(len(self.nodes))) * ROUND_S + PARTNER_TIMEOUT_S + REPORT_TIMEOUT_S,
+        )
         self._send_order(do="finish")
-        self._read_until(lambda: all(self.answers[number].is_whole for number in whole), REPORT_S)
+        self._read_until(lambda: all(self.answers[number].is_whole for number in whole), REPORT_TIMEOUT_S)
 
     def close(self) -> None:
         """End the step."""
@@ -176,9 +179,9 @@ class _ProbeSession:
             pipe.close()
         for end in (lambda _: None, processes.terminate, processes.kill):
             end([self._step.pid])
-            until = time.monotonic() + _END_S
+            until = time.monotonic() + _END_TIMEOUT_S
             while not self.has_ended and time.monotonic() < until:
-                time.sleep(_LOOK_S)
+                time.sleep(_POLL_INTERVAL_S)
         self._step = self._line = None
 
     def _send_order(self, **order: Any) -> None:
@@ -187,7 +190,7 @@ class _ProbeSession:
 
     def _read_until(self, is_over: Callable[[], bool], seconds: float) -> None:
         assert self._line is not None  # noqa: S101  `gather` comes first
-        until = min(time.monotonic() + seconds, self.deadline - REPORT_S)
+        until = min(time.monotonic() + seconds, self.deadline - REPORT_TIMEOUT_S)
         while True:
             has_ended = self.has_ended  # asked first, so that the last reports are not missed
             for message in self._line.read():
@@ -196,18 +199,18 @@ class _ProbeSession:
             # A stop signal stays pending here, for the supervisor: so this sleeps instead of waiting for signals.
             if is_over() or has_ended or time.monotonic() >= until or processes.is_stop_pending():
                 return
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_INTERVAL_S)
 
     def _take_message(self, message: Mapping[str, Any]) -> None:
         match message:
             case {"ready": str(name), "error": str(), "has_address": bool(has_address)} if name in self._numbers:
-                self.answers[self._numbers[name]] = LinkAnswer(is_whole=not has_address)
+                self.answers[self._numbers[name]] = NodeLinkReport(is_whole=not has_address)
             case {"ready": str(name), "address": str(address), "port": int(port), "network": str(network)} if (
                 name in self._numbers
             ):
                 number = self._numbers[name]
                 self.places[number] = (address, port)
-                self.answers[number] = LinkAnswer(address=address, network=network)
+                self.answers[number] = NodeLinkReport(address=address, network=network)
             case {"tcp": str(found), "at": int(number), "to": int(partner)} if number in self.answers:
                 self.answers[number].tcp[partner] = found
             case {

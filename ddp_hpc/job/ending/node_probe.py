@@ -7,9 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from ddp_hpc.base import exit_codes
-from ddp_hpc.cluster.slurm.steps import probe_on
+from ddp_hpc.cluster.slurm.steps import probe_on_argv
 from ddp_hpc.job.job_context import JobContext, Outcome
-from ddp_hpc.job.wire.subprocesses import run_for_output
+from ddp_hpc.job.wire.subprocesses import run_for_out_and_err
 from ddp_hpc.run.run_dir.failure_reports import read_failures
 from ddp_hpc.run.run_dir.ledger import Cause, Ledger
 
@@ -19,10 +19,10 @@ _MOST_NODES_AT_ONCE = 16
 _UNEXPLAINED_CAUSES = (Cause.WORKER_CRASHED, Cause.UNEXPLAINED)
 """Causes of attempts that end without an error report. Where one task cannot start, srun sends SIGTERM to the others; a
 task whose Python has not installed its handlers yet is killed by it, which looks like an early stop signal."""
-_CAN_START = "ddp-hpc-can-start"
-_PROBE_CODE = (
+_CAN_START_MARKER = "ddp-hpc-can-start"
+_PROBE_PROGRAM = (
     "import importlib, os, sys; from ddp_hpc.job.node.python_environ import make_users_code_importable; make_users_code_importable(os.environ); "
-    f"importlib.import_module(sys.argv[2]).preload(sys.argv[1]); print('\\n{_CAN_START}')"
+    f"importlib.import_module(sys.argv[2]).preload(sys.argv[1]); print('\\n{_CAN_START_MARKER}')"
 )
 
 
@@ -30,7 +30,7 @@ def explain_by_nodes(context: JobContext, attempt: int, outcome: Outcome) -> Out
     """Return the outcome with the nodes that cannot start a worker, where this attempt and the one before left no report."""
     was_asked = outcome.is_out_of_time or outcome.was_signalled
     is_explained = outcome.reason or outcome.lost_nodes or outcome.is_unresponsive or was_asked
-    has_failed = outcome.code in (exit_codes.FAILED, exit_codes.STOPPED_EARLY)
+    has_failed = outcome.code in (exit_codes.FAILED, exit_codes.STOPPED_BEFORE_START)
     if is_explained or not has_failed or read_failures(context.run, attempt) or len(context.nodes) < 2:
         return outcome
     before = Ledger.read(context.run).newest_before(attempt)
@@ -54,11 +54,11 @@ def explain_by_nodes(context: JobContext, attempt: int, outcome: Outcome) -> Out
 def _unable_nodes(context: JobContext) -> tuple[str, ...]:
     """Return the nodes on which a step of one task does not import what a worker needs."""
     wrapper, environ = context.wrapper, {**context.environ, **context.wrapper.environ}
-    imports = ["-c", _PROBE_CODE, str(context.run.path), context.workload.worker]
+    imports = ["-c", _PROBE_PROGRAM, str(context.run.path), context.workload.worker]
 
     def can_start(node: str) -> bool:
-        argv = [*probe_on([node]), *wrapper.srun_args, *wrapper.command, *imports]
-        return _CAN_START in run_for_output(argv, environ=environ, timeout_s=TIMEOUT_S)[0]
+        argv = [*probe_on_argv([node]), *wrapper.srun_args, *wrapper.command, *imports]
+        return _CAN_START_MARKER in run_for_out_and_err(argv, environ=environ, timeout_s=TIMEOUT_S)[0]
 
     with ThreadPoolExecutor(_MOST_NODES_AT_ONCE) as pool:
         return tuple(

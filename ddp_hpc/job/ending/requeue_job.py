@@ -31,9 +31,9 @@ job is FAILED for good. It does not start the job while this process runs."""
 
 SLURM_PATIENCE_S = 24 * 3600.0
 """How long to wait for a controller that does not answer, before the run is given up: as long as a repair may take. If only
-this node cannot reach it, it may start the job on other nodes meanwhile, which `_changes_meanwhile` sees once it answers."""
+this node cannot reach it, it may start the job on other nodes meanwhile, which `_read_before_requeue` sees once it answers."""
 
-ENDED_BY_USER: Mapping[Cause, str] = {
+USER_END_TEXTS: Mapping[Cause, str] = {
     Cause.CANCELLED: "cancelled by the user",
     Cause.STOP_ASKED: "stopped by the user",
 }
@@ -47,7 +47,7 @@ def carry_out_decision(context: JobContext, conclusion: Conclusion) -> None:
         if end.reason:
             sys.stderr.write(f"ended: {end.reason}\n")
         return
-    sys.stderr.write(f"note: {end.reason}; {requeue.CONTINUATIONS[end.next]}\n")
+    sys.stderr.write(f"note: {end.reason}; {requeue.MESSAGE_BY_NEXT[end.next]}\n")
     try:
         await_slurm(lambda: _requeue_or_submit(context, job, conclusion), SLURM_PATIENCE_S)
     except DdpHpcError as error:
@@ -65,13 +65,13 @@ def _requeue_or_submit(context: JobContext, job: SlurmJob, conclusion: Conclusio
             f"note: {context.run.attempts} cannot be read ({error}). The run continues all the same, but its next job may get "
             "nodes on which it failed before.\n"
         )
-    is_back, cause, queued = _changes_meanwhile(run, job, ledger)
+    is_back, cause, queued = _read_before_requeue(run, job, ledger)
     if cause is not None:
-        _record_last_end(run, conclusion, ENDED_BY_USER[cause], cause=cause)
+        _record_last_end(run, conclusion, USER_END_TEXTS[cause], cause=cause)
         return
     is_new_job, job_id = follows == Next.SUCCESSOR and not is_back, job.job_id
     if is_new_job:
-        excluded = _all_excluded_nodes(context, sorted(nodes_to_leave_out(context, job, ledger, conclusion.exclude)))
+        excluded = _excluded_nodes_text(context, sorted(nodes_to_leave_out(context, job, ledger, conclusion.exclude)))
         job_id = job.submit_next(context.run.job_script, excluded, context.spec)
     with best_effort():  # as `submit` records its own
         since, cluster = (queued.since, queued.slurm_cluster) if queued else (attempt, "")
@@ -92,7 +92,7 @@ def _requeue_or_submit(context: JobContext, job: SlurmJob, conclusion: Conclusio
     time.sleep(STAY_AFTER_REQUEUE_S)
 
 
-def _changes_meanwhile(run: RunDir, job: SlurmJob, ledger: Ledger) -> tuple[bool, Cause | None, QueuedJob | None]:
+def _read_before_requeue(run: RunDir, job: SlurmJob, ledger: Ledger) -> tuple[bool, Cause | None, QueuedJob | None]:
     """Return whether the job is back in the queue already, whether the user has ended it meanwhile, and the note of it.
 
     `scontrol requeue` would revive a job that was cancelled, and kill one that Slurm has started again on other nodes.
@@ -116,10 +116,10 @@ def _record_last_end(run: RunDir, conclusion: Conclusion, reason: str, *, cause:
     """Record that nothing follows after all; `cause` is set where the user decided so."""
     sys.stderr.write(f"note: {reason}\n")
     end = replace(conclusion.end, next=Next.NOTHING, reason=reason)
-    record_end(run, conclusion.attempt, replace(end, cause=cause, ending=requeue.TABLE[cause].ending) if cause else end)
+    record_end(run, conclusion.attempt, replace(end, cause=cause, ending=requeue.RULES[cause].ending) if cause else end)
 
 
-def _all_excluded_nodes(context: JobContext, failed: Sequence[str]) -> str:
+def _excluded_nodes_text(context: JobContext, failed: Sequence[str]) -> str:
     return ",".join(filter(None, [context.spec.slurm.exclude, *failed]))
 
 
@@ -138,7 +138,7 @@ def _exclude_nodes(context: JobContext, job: SlurmJob, ledger: Ledger, nodes: Se
     deadline = time.monotonic() + EXCLUDE_PATIENCE_S
     while time.monotonic() < deadline:
         with suppress(ConfigError, SlurmUnavailableError):
-            job.exclude_nodes(_all_excluded_nodes(context, failed))
+            job.exclude_nodes(_excluded_nodes_text(context, failed))
             if failed:
                 names, asked = ", ".join(failed), context.spec.slurm.exclude
                 besides = f", besides {asked} of `slurm.exclude`" if asked else ""

@@ -12,7 +12,7 @@ from ddp_hpc.job.ending import causes
 from ddp_hpc.job.job_context import JobContext
 from ddp_hpc.job.slurm_job import SlurmJob
 from ddp_hpc.run import requeue
-from ddp_hpc.run.requeue import Situation
+from ddp_hpc.run.requeue import DecisionInputs
 from ddp_hpc.run.run_dir.ledger import Attempt, Cause, End, Ending, Ledger, Next, record_end
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import attempts_of_submission, is_done, read_queued_job
@@ -61,8 +61,8 @@ def why_no_attempt(context: JobContext, job: SlurmJob) -> str:
         return ""
     cause, words = attempts[-1].cause or Cause.UNEXPLAINED, context.workload.without_progress
     num = requeue.num_without_progress(attempts, context.workload.progress(context.run, ledger), cause)
-    situation = Situation(cause=cause, num_without_progress=num, without_progress=words)
-    return requeue.why_last(situation, context.spec.restart)
+    situation = DecisionInputs(cause=cause, num_without_progress=num, without_progress=words)
+    return requeue.why_run_ends(situation, context.spec.restart)
 
 
 def record_if_finished(run: RunDir, workload: Workload, attempt: int, newest_step: int) -> End | None:

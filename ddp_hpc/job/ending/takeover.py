@@ -20,9 +20,9 @@ from ddp_hpc.run.run_dir.records import attempts_of_submission, read_queued_job
 from ddp_hpc.run.spec.launch import RestartSpec
 from ddp_hpc.run.workload.table import progress_without_spec
 
-LEAVE_S = 10.0
+EXIT_TIMEOUT_S = 10.0
 """How long the processes of a dead supervisor may take to exit, as srun and the agents notice its death."""
-CANCEL_S = 30.0
+CANCEL_TIMEOUT_S = 30.0
 """How long Slurm may take to cancel the steps of those that do not."""
 CONFIG_PATIENCE_S = 10.0
 """How long to wait for a file system that does not show the run's configuration; not longer, as the time limit may be near."""
@@ -33,13 +33,13 @@ def end_leftover_steps(run: RunDir, job: SlurmJob) -> None:
     # srun inherits the run's lock, but its tasks do not. SIGKILL cannot be caught (signal(7)), so a killed srun passes nothing
     # on, and its tasks may train on; an agent that is stopped (SIGSTOP) does not notice either. Some file systems support no
     # locks. So Slurm is asked in any case.
-    is_held = _is_lock_held(run, LEAVE_S)
+    is_held = _is_held_after_wait(run, EXIT_TIMEOUT_S)
     job.cancel_steps()
     if is_held:
-        _is_lock_held(run, CANCEL_S)
+        _is_held_after_wait(run, CANCEL_TIMEOUT_S)
 
 
-def _is_lock_held(run: RunDir, patience_s: float) -> bool:
+def _is_held_after_wait(run: RunDir, patience_s: float) -> bool:
     """Wait until the run's lock is free; return whether it is still held after `patience_s`."""
     lock_fd = processes.take_lock(run.lock, patience_s=patience_s)
     if lock_fd is None:
@@ -84,14 +84,16 @@ def record_death(run: RunDir, ledger: Ledger, job: SlurmJob | None, reason: str,
         return done
     attempts = attempts_of_submission(ledger, read_queued_job(run))
     num = requeue.num_without_progress(attempts, newest_step, cause)
-    situation = requeue.Situation(cause=cause, num_without_progress=num)
+    situation = requeue.DecisionInputs(cause=cause, num_without_progress=num)
     if context:
         words, may_requeue = context.workload.without_progress, context.spec.slurm.requeue
         situation = replace(situation, without_progress=words, may_requeue=may_requeue)
     decision = requeue.decide_next(situation, context.spec.restart if context else RestartSpec())
     # Without Slurm, too, another attempt follows: the guardian starts a supervisor for it.
     follows = Next.IN_PLACE if job is None and decision.next else decision.next
-    end = replace(decision, next=follows if may_go_on else Next.NOTHING).end(reason, cause=cause, last_step=newest_step)
+    end = replace(decision, next=follows if may_go_on else Next.NOTHING).make_end(
+        reason, cause=cause, last_step=newest_step
+    )
     record_end(run, newest.attempt, end)
     then = "; ddp-hpc tries to continue the run on the same nodes" if end.next == Next.IN_PLACE else ""
     sys.stderr.write(f"note: attempt {newest.attempt} ended: {end.reason}{then}\n")

@@ -30,8 +30,8 @@ from typing import Any
 
 from ddp_hpc.base import exit_codes, processes
 from ddp_hpc.base.errors import ConfigError, exit_code_of
-from ddp_hpc.cluster.machine.cgroups import MemoryKills, memory_kills, ran_out_since
-from ddp_hpc.cluster.rank_probe.deadlines import HangCollector, in_child, in_thread
+from ddp_hpc.cluster.machine.cgroups import MemoryKills, memory_kills, whose_memory_ran_out
+from ddp_hpc.cluster.rank_probe.deadlines import HangCollector, run_in_child, run_in_thread
 from ddp_hpc.cluster.rank_probe.folder import make_folder
 from ddp_hpc.cluster.rendezvous.address import this_host
 from ddp_hpc.cluster.rendezvous.choose_network import LOOPBACK_ADDRESS
@@ -51,20 +51,20 @@ from ddp_hpc.cluster.slurm.allocation import step_task
 from ddp_hpc.job.node.cpus import restrict_to_cpus, share_node_cpus
 from ddp_hpc.job.node.python_environ import (
     exclude_imports_from_gc,
-    import_variables,
-    leave_at_once,
+    exit_at_once,
+    import_path_variables,
     make_users_code_importable,
-    run_and_leave,
+    run_and_exit,
     shorten_tmpdir,
 )
-from ddp_hpc.job.node.start_sampler import BEGIN_S, Sampler, end_sampling, start_sampling
+from ddp_hpc.job.node.start_sampler import START_DELAY_S, SamplerProcess, end_sampling, start_sampling
 from ddp_hpc.job.wire.control_channel import ControlChannel
 from ddp_hpc.job.wire.endpoint import Endpoint, PortTakenError, listen
 from ddp_hpc.run.run_dir.failure_reports import report_failed_start, report_killed, write_rank_end
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.workload.protocol import WorkerModule, load_worker
 
-GRACE_S = 1.0
+REPORT_WAIT_S = 1.0
 """How long the others may take to write their error reports, after the first worker has failed."""
 LOOPBACK_ENDPOINT = Endpoint(LOOPBACK_ADDRESS, 0)
 """The endpoint of a run on this machine alone: the kernel chooses the port."""
@@ -86,9 +86,9 @@ class WorkerGroup:
     memory_kills: MemoryKills | None = field(default_factory=memory_kills)
     """What the kernel had killed in this cgroup when they were started."""
     collector: HangCollector | None = None
-    sampled_from: float = field(default_factory=lambda: time.monotonic() + BEGIN_S)
+    sampled_from: float = field(default_factory=lambda: time.monotonic() + START_DELAY_S)
     """When the sampling of this node begins; never again once it has."""
-    sampler: Sampler | None = None
+    sampler: SamplerProcess | None = None
 
     @property
     def alive_pids(self) -> set[int]:
@@ -129,7 +129,7 @@ class Agent:
         self._group: WorkerGroup | None = None
         self._is_stop_pending = False
         """Whether a stop signal came while no worker ran."""
-        self._interruptions = processes.blocked_interruptions()
+        self._interruptions = processes.find_blocked_interruptions()
         self._probes = make_folder()
         shorten_tmpdir(self._probes, os.environ, says=self._node_rank == 0)
 
@@ -158,7 +158,7 @@ class Agent:
         """Send the workload's stop signal to the workers; where none runs, keep it for the next ones."""
         self._is_stop_pending = self._group is None
         if self._group:
-            processes.send(self._group.alive_pids, self._arguments.stop_signal)
+            processes.send_signal(self._group.alive_pids, self._arguments.stop_signal)
 
     def _preload(self) -> BaseException | None:
         """Import what the workers need; return the error, which is reported once an attempt is known."""
@@ -186,7 +186,7 @@ class Agent:
             case {"do": "stop"} if self._group:
                 self._ask_workers_to_stop()
             case {"do": "end"} if self._group:
-                self._group.end_within(GRACE_S)
+                self._group.end_within(REPORT_WAIT_S)
 
     def _start_workers(self, attempt: int, endpoint: Endpoint, failure: BaseException | None) -> None:
         """Bind the port and start the workers, or report why that fails."""
@@ -199,7 +199,9 @@ class Agent:
             collector = None
             if self._probes:
                 ranks = range(self._node_rank * num_workers, (self._node_rank + 1) * num_workers)
-                collector = _collector(self._run, attempt, self._probes.path, ranks, may_fork=not self._must_not_fork)
+                collector = _make_hang_collector(
+                    self._run, attempt, self._probes.path, ranks, may_fork=not self._must_not_fork
+                )
             with listen(endpoint) if self._node_rank == 0 else nullcontext() as meeting_point:
                 port = meeting_point.getsockname()[1] if meeting_point else endpoint.port
                 environs = self._worker_environs(endpoint, port)
@@ -297,7 +299,7 @@ class Agent:
                 except BaseException:  # noqa: BLE001  nothing may return into the agent's own code
                     traceback.print_exc()
                 finally:
-                    leave_at_once(code)
+                    exit_at_once(code)
             by_pid[pid] = rank
         return by_pid
 
@@ -346,15 +348,15 @@ class Agent:
         """Record a worker's exit code, write the report that a killed worker could not write, set the others' deadline."""
         is_ours = group.was_cut and code == -signal.SIGKILL
         first = next(iter(group.codes.values()), None)
-        if is_ours and first in exit_codes.GOOD:
+        if is_ours and first in exit_codes.GOOD_CODES:
             code = first  # it had committed with the others, and hung only on its way to exit
         group.codes[rank] = code
-        if code not in exit_codes.GOOD and not is_ours and group.deadline is None:
+        if code not in exit_codes.GOOD_CODES and not is_ours and group.deadline is None:
             write_rank_end(self._run, group.attempt, rank, code)
         if code < 0 and not is_ours:
             path, log = self._run.rank_error(group.attempt, rank), self._run.rank_log(group.attempt, rank)
-            report_killed(path, -code, rank=rank, log=log, memory_ran_out=ran_out_since(group.memory_kills))
-        limit_s = self._arguments.teardown_s if code in exit_codes.GOOD else GRACE_S
+            report_killed(path, -code, rank=rank, log=log, memory_ran_out=whose_memory_ran_out(group.memory_kills))
+        limit_s = self._arguments.teardown_s if code in exit_codes.GOOD_CODES else REPORT_WAIT_S
         if limit_s is not None:
             group.end_within(limit_s)
 
@@ -376,7 +378,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # then stays pending instead of killing the process.
     processes.block_awaited_signals()
     processes.block_interruptions()
-    python = import_variables(os.environ)
+    python = import_path_variables(os.environ)
     for name in (PROBE_FOLDER, PROBES_ITSELF):  # of a rank from whose script this run was submitted
         os.environ.pop(name, None)
     import_paths = make_users_code_importable(os.environ)
@@ -384,14 +386,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     return exit_codes.FINISHED
 
 
-def _collector(run: RunDir, attempt: int, folder: Path, ranks: range, *, may_fork: bool) -> HangCollector:
+def _make_hang_collector(run: RunDir, attempt: int, folder: Path, ranks: range, *, may_fork: bool) -> HangCollector:
     """Return what asks this node's workers what they do, shortly before their watchdogs end them."""
     # A file system that does not answer is a frequent reason for a hang, and the agent must obey orders all the same.
     # A thread may not be there when the next attempt's workers are forked.
-    collector = HangCollector(run, attempt, folder, ranks, in_child if may_fork else in_thread)
+    collector = HangCollector(run, attempt, folder, ranks, run_in_child if may_fork else run_in_thread)
     collector.forget()
     return collector
 
 
 if __name__ == "__main__":
-    run_and_leave(main)
+    run_and_exit(main)

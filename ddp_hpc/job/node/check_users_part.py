@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from ddp_hpc.base.errors import ConfigError, text_of
-from ddp_hpc.job.node.python_environ import leave_at_once, make_users_code_importable
+from ddp_hpc.job.node.python_environ import exit_at_once, make_users_code_importable
 from ddp_hpc.run.config.resolve import load_resolved
 from ddp_hpc.run.workload.protocol import load_worker
 
@@ -32,4 +32,4 @@ def main(worker: str, answer: str, *configs: str) -> None:
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
-    leave_at_once(0)
+    exit_at_once(0)

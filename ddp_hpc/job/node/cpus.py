@@ -15,12 +15,12 @@ from itertools import chain, zip_longest
 from pathlib import Path
 
 from ddp_hpc.base.processes import kernel_text
-from ddp_hpc.cluster.rendezvous.worker_env import CPUS_BEFORE, Fact, threads
+from ddp_hpc.cluster.rendezvous.worker_env import CPUS_BEFORE, Sourced, threads
 from ddp_hpc.cluster.slurm.allocation import gpu_numbers, granted_cpus
 
 FILE_SYSTEM_ROOT = Path("/")
 """Where /sys and /proc are looked for."""
-_UNKNOWN = -1
+_UNKNOWN_ID = -1
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
@@ -35,12 +35,12 @@ class Cpu:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CpuShare:
+class CpuShares:
     """What the workers of a node compute with."""
 
     cpu_sets: tuple[tuple[int, ...], ...]
     """By local rank; all the same where workers share them."""
-    threads: Fact
+    threads: Sourced
     """How many each worker computes with."""
     note: str = ""
     """A note on it for the job's log."""
@@ -52,14 +52,14 @@ def restrict_to_cpus(cpus: Iterable[int], environ: MutableMapping[str, str]) -> 
     os.sched_setaffinity(0, cpus)
 
 
-def take_back_cpus(environ: Mapping[str, str]) -> None:
+def restore_cpu_affinity(environ: Mapping[str, str]) -> None:
     """Give this process the CPUs that a rank had from whose script it was started."""
     if cpus := _parse_cpus(environ.get(CPUS_BEFORE, "")):
         with suppress(OSError):  # none of them is here
             os.sched_setaffinity(0, cpus)
 
 
-def share_node_cpus(environ: Mapping[str, str], num_workers: int, cpus_per_worker: int | None) -> CpuShare:
+def share_node_cpus(environ: Mapping[str, str], num_workers: int, cpus_per_worker: int | None) -> CpuShares:
     """Return the shares of the workers of this node."""
     return share_cpus(
         read_cpus(sorted(os.sched_getaffinity(0))),
@@ -79,7 +79,7 @@ def share_cpus(  # noqa: PLR0913  what there is, what is wanted, and what was gi
     granted: tuple[int, int] | None = None,
     near: Sequence[int | None] = (),
     num_on_node: int = 0,
-) -> CpuShare:
+) -> CpuShares:
     """Assign CPUs to workers, neighbours together; workers share them all where there are too few.
 
     `granted` bounds them by what Slurm gave, `granted_cpus`; `near` names the NUMA node that each worker should be on.
@@ -100,7 +100,7 @@ def share_cpus(  # noqa: PLR0913  what there is, what is wanted, and what was gi
             f"{len(cpus)}. Each worker computes with {computing.value} thread{'' if computing.value == '1' else 's'} and is not "
             "pinned to CPUs; you need do nothing"
         )
-    return CpuShare(cpu_sets=tuple(sets), threads=computing, note=note)
+    return CpuShares(cpu_sets=tuple(sets), threads=computing, note=note)
 
 
 def _assign_near(cpus: Sequence[Cpu], num_workers: int, each: int, near: Sequence[int | None]) -> list[tuple[int, ...]]:
@@ -137,7 +137,7 @@ def read_cpus(numbers: Sequence[int], root: Path = FILE_SYSTEM_ROOT) -> list[Cpu
     return [
         Cpu(
             package=_read_number(folder / "physical_package_id"),
-            numa_node=numa_nodes.get(number, _UNKNOWN),
+            numa_node=numa_nodes.get(number, _UNKNOWN_ID),
             core=min(_parse_cpus(kernel_text(folder / "thread_siblings_list")) or [number]),
             number=number,
         )
@@ -164,13 +164,13 @@ def gpu_numa_nodes(environ: Mapping[str, str], num_workers: int, root: Path = FI
         gpus = [gpu for gpu in gpus if gpu[1] in numbers]
     known = {uuid: node for uuid, _, node in gpus} | {str(at): node for at, (*_, node) in enumerate(gpus)}
     names = names or [str(at) for at in range(len(gpus))]
-    found = [known.get(name, _UNKNOWN) for name in names[:num_workers]]
+    found = [known.get(name, _UNKNOWN_ID) for name in names[:num_workers]]
     return [None if node < 0 else node for node in found] + [None] * (num_workers - len(found))
 
 
 def _read_number(path: Path) -> int:
     text = kernel_text(path).strip()
-    return int(text) if re.fullmatch(r"\d+", text) else _UNKNOWN
+    return int(text) if re.fullmatch(r"\d+", text) else _UNKNOWN_ID
 
 
 def _parse_cpus(text: str) -> list[int]:

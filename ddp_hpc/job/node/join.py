@@ -24,17 +24,17 @@ from ddp_hpc.cluster.rendezvous.launchers import (
     RankPlace,
     find_place,
     numeric_address,
-    variables_of,
     with_port_of_run,
+    worker_env_of,
 )
-from ddp_hpc.cluster.rendezvous.worker_env import import_path
+from ddp_hpc.cluster.rendezvous.worker_env import path_variables
 from ddp_hpc.cluster.slurm.allocation import read_allocation
 from ddp_hpc.job import attempt_start
 from ddp_hpc.job.ending import last_resort
 from ddp_hpc.job.job_context import JobContext, Outcome, read_context
 from ddp_hpc.job.node.cpus import share_node_cpus
 from ddp_hpc.job.node.join_attempt import gather_at_port, gather_in_store
-from ddp_hpc.job.node.python_environ import IMPORT_PATH_NAME, make_users_code_importable, run_and_leave, run_worker
+from ddp_hpc.job.node.python_environ import IMPORT_PATH_NAME, make_users_code_importable, run_and_exit, run_worker
 from ddp_hpc.run.config.resolve import load_resolved
 from ddp_hpc.run.run_dir import ownership
 from ddp_hpc.run.run_dir.failure_reports import report_failed_start
@@ -44,7 +44,7 @@ from ddp_hpc.run.run_dir.records import read_rendezvous_token, read_stop_request
 from ddp_hpc.run.workload.table import workload_of
 from ddp_hpc.run.world import World
 
-_RUN_HAS_FINISHED = -1
+_ATTEMPT_OF_FINISHED_RUN = -1
 """In place of an attempt's number: the run has finished already."""
 
 
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def begin() -> int:
         processes.block_awaited_signals()  # the attempt that begins is to be ended by the worker
-        return _RUN_HAS_FINISHED if arguments.finished or context is None else _begin_attempt(context, place)
+        return _ATTEMPT_OF_FINISHED_RUN if arguments.finished or context is None else _begin_attempt(context, place)
 
     try:
         with nullcontext() if place.is_store_hosted else processes.leaving_at_stop_signals():
@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except processes.StopSignalled:
         sys.stderr.write(f"{run.name}: rank {place.rank} was stopped while it waited for the other ranks\n")
         return exit_codes.STOPPED
-    if attempt == _RUN_HAS_FINISHED:
+    if attempt == _ATTEMPT_OF_FINISHED_RUN:
         return exit_codes.FINISHED
     processes.block_awaited_signals()  # a signal that comes during the imports stays pending until the worker has handlers
     code = _run_rank(run, place, attempt, listen_fd)
@@ -140,8 +140,8 @@ def _run_rank(run: RunDir, place: RankPlace, attempt: int, listen_fd: int | None
             (1, None) if place.launcher == "srun" else (place.local_world_size or 1, spec.resources.cpus_per_worker)
         )
         computing = share_node_cpus(os.environ, num_workers, asked).threads
-        made = variables_of(place, os.environ, this_host(), computing)
-        paths = import_path(import_paths, os.environ.get("PYTHONPATH"))
+        made = worker_env_of(place, os.environ, this_host(), computing)
+        paths = path_variables(import_paths, os.environ.get("PYTHONPATH"))
         of_paths = {name: fact.value for name, fact in paths.items() if fact.value is not None}
         os.environ.update({**made.environ, **of_paths})
     except BaseException as error:  # noqa: BLE001  a user's module may raise anything, SystemExit too
@@ -151,4 +151,4 @@ def _run_rank(run: RunDir, place: RankPlace, attempt: int, listen_fd: int | None
 
 
 if __name__ == "__main__":
-    run_and_leave(main)
+    run_and_exit(main)

@@ -32,10 +32,10 @@ PATIENCE_S = 600.0
 PORT_PATIENCE_S = 60.0
 """How long the port may still be in use by the workers before these."""
 _RETRY_S = 0.2
-_MOST_BYTES = 1 << 16
+_MAX_ANSWER_BYTES = 1 << 16
 _MOST_SILENT_CONNECTIONS = 256
 """Connections that have not yet said which rank they are; the oldest is closed where there are more."""
-_OTHER_RUN = "another run"
+_OTHER_RUN_ANSWER = "another run"
 """What rank zero answers to a worker of another run."""
 
 # --- at a port ---------------------------------------------------------------------------------------------------------
@@ -59,7 +59,7 @@ def gather_at_port(
         write_rendezvous_token(run.joining_token)
     server = _listen(_listening_endpoint(endpoint, is_alone=place.num_nodes == 1), place)
     try:
-        others = _await_others(server, place.world_size, _run_identity(place, run), deadline)
+        others = _accept_others(server, place.world_size, _run_identity(place, run), deadline)
         try:
             attempt = begin()
             text = json.dumps({"attempt": attempt}).encode() + b"\n"
@@ -103,7 +103,7 @@ def _run_identity(place: RankPlace, run: RunDir) -> str:
     return hashlib.sha256(b"%d %s" % (place.world_size, token)).hexdigest()[:32]
 
 
-def _await_others(server: socket.socket, world_size: int, identity: str, deadline: float) -> dict[int, socket.socket]:
+def _accept_others(server: socket.socket, world_size: int, identity: str, deadline: float) -> dict[int, socket.socket]:
     """Return a connection to each other rank; one that connects again has restarted. Those who say nothing keep no rank waiting."""
     others: dict[int, socket.socket] = {}
     silent: list[socket.socket] = []
@@ -126,7 +126,7 @@ def _await_others(server: socket.socket, world_size: int, identity: str, deadlin
                         silent.append(server.accept()[0])
                     continue
                 silent.remove(connection)
-                rank = _rank_at(connection, world_size, identity)
+                rank = _read_peer_rank(connection, world_size, identity)
                 if rank is None:
                     connection.close()
                     continue
@@ -141,12 +141,12 @@ def _await_others(server: socket.socket, world_size: int, identity: str, deadlin
     return others
 
 
-def _rank_at(connection: socket.socket, world_size: int, identity: str) -> int | None:
+def _read_peer_rank(connection: socket.socket, world_size: int, identity: str) -> int | None:
     """Return the rank that has connected; None for a worker of another run, a port scanner, or a worker that has died."""
     with suppress(OSError, ValueError):
         number, theirs = connection.recv(64, socket.MSG_DONTWAIT).decode().split()
         if not secrets.compare_digest(theirs, identity):
-            connection.sendall(json.dumps(_OTHER_RUN).encode() + b"\n")
+            connection.sendall(json.dumps(_OTHER_RUN_ANSWER).encode() + b"\n")
         elif 0 < int(number) < world_size:
             return int(number)
     return None
@@ -162,10 +162,10 @@ def _ask_rank_zero(endpoint: Endpoint, place: RankPlace, run: RunDir, deadline: 
         ):
             line.sendall(f"{rank} {_run_identity(place, run)}\n".encode())
             line.settimeout(max(deadline - time.monotonic(), 1.0))
-            answer = json.loads(line.makefile("rb").readline(_MOST_BYTES))
+            answer = json.loads(line.makefile("rb").readline(_MAX_ANSWER_BYTES))
             if isinstance(answer, dict):
                 return int(answer["attempt"])
-            is_refused = answer == _OTHER_RUN
+            is_refused = answer == _OTHER_RUN_ANSWER
         if time.monotonic() > deadline:
             if is_refused:
                 raise WorkerError(

@@ -22,7 +22,7 @@ from ddp_hpc.run.run_dir.paths import RunDir
 
 RECORD_PATIENCE_S = 15.0
 """How long to wait for rank zero's record of the attempt's end."""
-_TORCHRUN_PREFIX = "PET_"
+_TORCHRUN_VARIABLE_PREFIX = "PET_"
 """Beginning of the variables that torchrun takes for its options; here, all of them stand on its command line."""
 
 
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     processes.block_awaited_signals()
     interruptions = processes.block_interruptions()  # a terminal may have started this process
-    environ = {name: value for name, value in os.environ.items() if not name.startswith(_TORCHRUN_PREFIX)}
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(_TORCHRUN_VARIABLE_PREFIX)}
     torchrun = start_torchrun(arguments.options, environ)
     code = wait_for_torchrun(torchrun, arguments.stop_signal, interruptions, has_terminal=True)
     if code != exit_codes.FINISHED:

@@ -23,13 +23,13 @@ from ddp_hpc.run.workload.protocol import load_worker
 
 IMPORT_PATH_NAME = "_DDP_HPC_IMPORT_PATH"
 """Name of a variable with the import paths of the user's code, for workers only, in the format of PYTHONPATH."""
-SAFE_PATH_VARIABLE = {"PYTHONSAFEPATH": "ddp_hpc"}
+SAFE_PATH_ENVIRON = {"PYTHONSAFEPATH": "ddp_hpc"}
 """Keeps Python 3.11 and newer from importing what lies in the working directory; the value tells it from one that the user has set."""
-_LONGEST_TMPDIR = 107 - 40
+_MAX_TMPDIR_BYTES = 107 - 40
 """Bytes (unix(7)); Python's `multiprocessing` adds 32 (`/pymp-12345678/listener-12345678`), PyTorch's `torch_shm_manager` 34."""
 
 
-def import_variables(environ: Mapping[str, str]) -> dict[str, str]:
+def import_path_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that decide where a worker's Python imports from, before `make_users_code_importable`."""
     return {name: environ.get(name, "") for name in (IMPORT_PATH_NAME, "PYTHONSAFEPATH", "PYTHONPATH")}  # "" is unset
 
@@ -40,7 +40,7 @@ def make_users_code_importable(environ: MutableMapping[str, str]) -> list[str]:
     In PYTHONPATH itself, a `socket.py` of the user would be imported instead of Python's. Processes that this one starts are
     the user's, so they get the paths in PYTHONPATH. Returns the paths of the user's code.
     """
-    if environ.get("PYTHONSAFEPATH") == SAFE_PATH_VARIABLE["PYTHONSAFEPATH"]:
+    if environ.get("PYTHONSAFEPATH") == SAFE_PATH_ENVIRON["PYTHONSAFEPATH"]:
         del environ["PYTHONSAFEPATH"]
     paths = [path for path in environ.pop(IMPORT_PATH_NAME, "").split(os.pathsep) if path]
     if paths:
@@ -61,7 +61,7 @@ def make_users_code_importable(environ: MutableMapping[str, str]) -> list[str]:
 def shorten_tmpdir(folder: ProbeFolder | None, environ: MutableMapping[str, str], *, says: bool) -> None:
     """Give this process, and those that it starts, a link to the directory for temporary files where its path is too long for sockets."""
     users = tempfile.gettempdir()
-    if folder is None or len(os.fsencode(users)) <= _LONGEST_TMPDIR:
+    if folder is None or len(os.fsencode(users)) <= _MAX_TMPDIR_BYTES:
         return
     link = folder.path / LINK
     link.symlink_to(users)
@@ -103,7 +103,7 @@ def run_worker(
         return exit_code_of(error)
 
 
-def run_and_leave(main: Callable[[], int]) -> NoReturn:
+def run_and_exit(main: Callable[[], int]) -> NoReturn:
     """Run a process of a node, and end it without Python's shutdown, which prints what torch leaks."""
     code = exit_codes.FAILED
     try:
@@ -113,10 +113,10 @@ def run_and_leave(main: Callable[[], int]) -> NoReturn:
         code = error.exit_code
     except BaseException:  # noqa: BLE001  the way out is the same for all
         traceback.print_exc()
-    leave_at_once(code)
+    exit_at_once(code)
 
 
-def leave_at_once(code: int) -> NoReturn:
+def exit_at_once(code: int) -> NoReturn:
     """End this process without Python's shutdown, in which torch can abort after all went well."""
     with suppress(OSError):  # the disk of the log may be full
         sys.stdout.flush()

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ddp_hpc.base import processes
 from ddp_hpc.job.node.cpus import restrict_to_cpus
-from ddp_hpc.job.node.python_environ import make_users_code_importable, run_and_leave, run_worker
+from ddp_hpc.job.node.python_environ import make_users_code_importable, run_and_exit, run_worker
 from ddp_hpc.run.run_dir.paths import RunDir
 
 
@@ -40,4 +40,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    run_and_leave(main)
+    run_and_exit(main)

@@ -25,15 +25,15 @@ from ddp_hpc.cluster.rendezvous.worker_env import (
     node_variables,
     probe_variables,
     ranks_of_step,
-    recorded,
+    read_worker_env,
     torchrun_facts,
 )
 from ddp_hpc.cluster.slurm.allocation import step_task
 from ddp_hpc.job.node.cpus import share_node_cpus
 from ddp_hpc.job.node.python_environ import (
-    import_variables,
+    import_path_variables,
     make_users_code_importable,
-    run_and_leave,
+    run_and_exit,
     run_worker,
     shorten_tmpdir,
 )
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # A signal that comes during the imports stays pending until the worker has handlers.
     processes.block_awaited_signals()
     processes.block_interruptions()
-    run, endpoint, python = RunDir(arguments.run), arguments.meet, import_variables(os.environ)
+    run, endpoint, python = RunDir(arguments.run), arguments.meet, import_path_variables(os.environ)
     if endpoint is None:
         processes.die_with_parent(os.getppid())  # torchrun, which would leave its workers behind when killed
     place = None if endpoint is None else step_task(os.environ)
@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _environ_of_srun(endpoint: Endpoint, import_paths: Sequence[str]) -> WorkerEnv:
-    interface, threads = this_host().interface_towards(endpoint.address), share_node_cpus(os.environ, 1, None).threads
+    interface, threads = (this_host().interface_towards(endpoint.address), share_node_cpus(os.environ, 1, None).threads)
     address = endpoint_of_run(endpoint.address, endpoint.port)
     made = {**ranks_of_step(step_task(os.environ)), **address, **node_variables(interface, threads)}
     return launched_worker_env("srun", made, os.environ, import_paths)
@@ -98,7 +98,7 @@ def _environ_of_srun(endpoint: Endpoint, import_paths: Sequence[str]) -> WorkerE
 
 def _environ_of_torchrun(import_paths: Sequence[str]) -> WorkerEnv:
     """Return what torchrun gives its worker, and what `torchrun_node` gave torchrun."""
-    node = recorded(os.environ)
+    node = read_worker_env(os.environ)
     assert node is not None  # noqa: S101  `torchrun_node` sees to it
     environ = {name: value for name, value in os.environ.items() if name not in node.given}
     made = {**torchrun_facts(os.environ), **node.variables}
@@ -119,4 +119,4 @@ def _run_worker(run: RunDir, arguments: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    run_and_leave(main)
+    run_and_exit(main)

@@ -69,11 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     environ = {**os.environ, **node.environ, **probe_variables(probes.path if probes else None, is_alone=True)}
     torchrun = start_torchrun([*rendezvous, *arguments.options], environ)
     sampler = start_sampling(
-        RunDir(arguments.run),
-        os.environ,
-        attempt=arguments.attempt,
-        node_rank=place.node_rank,
-        num_gpus=arguments.gpus,
+        RunDir(arguments.run), os.environ, attempt=arguments.attempt, node_rank=place.node_rank, num_gpus=arguments.gpus
     )
     try:
         return wait_for_torchrun(torchrun, arguments.stop_signal, interruptions)
@@ -94,11 +90,7 @@ def start_torchrun(options: Sequence[str], environ: Mapping[str, str]) -> subpro
 
 
 def wait_for_torchrun(
-    torchrun: subprocess.Popen[bytes],
-    stop_signal: int,
-    interruptions: Collection[int],
-    *,
-    has_terminal: bool = False,
+    torchrun: subprocess.Popen[bytes], stop_signal: int, interruptions: Collection[int], *, has_terminal: bool = False
 ) -> int:
     """Wait for torchrun; send the workload's stop signal to the workers it has started, once they have handlers.
 
@@ -110,7 +102,7 @@ def wait_for_torchrun(
     is_stopping = is_interrupted = False
     while (code := torchrun.poll()) is None:
         number = processes.await_signal(STOP_REPEAT_S if is_stopping else 3600.0, interruptions)
-        is_ctrl_c = has_terminal and number == processes.CTRL_C
+        is_ctrl_c = has_terminal and number == processes.CTRL_C_SIGNAL
         if is_ctrl_c and is_interrupted:
             torchrun.kill()
         elif is_ctrl_c:
@@ -122,7 +114,9 @@ def wait_for_torchrun(
             children: list[psutil.Process] = []
             with suppress(psutil.NoSuchProcess):
                 children = psutil.Process(torchrun.pid).children()
-            processes.send((one.pid for one in children if processes.is_listening(one.pid, stop_signal)), stop_signal)
+            processes.send_signal(
+                (one.pid for one in children if processes.handles_stop_signal(one.pid, stop_signal)), stop_signal
+            )
     return code
 
 

@@ -20,28 +20,28 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from ddp_hpc.cluster.containers import is_packed
+from ddp_hpc.cluster.containers import is_archive
 from ddp_hpc.cluster.slurm.allocation import node_name
 from ddp_hpc.cluster.slurm.framing import framed
 
-_MOST_GROWTH = 4
+_MAX_GROWTH = 4
 """How many times larger than its archive an environment may be."""
 
 
 def unpack(source: Path, target: Path) -> int:
     """Copy or unpack, unless it is there already; return how many bytes were read. Raise OSError where it fails."""
-    _make_private(target.parent)
+    _make_private_dir(target.parent)
     if target.exists():  # several nodes may share a disk
         return 0
     num_bytes = source.stat().st_size
-    needed, free = num_bytes * (_MOST_GROWTH if is_packed(source.name) else 1), shutil.disk_usage(target.parent).free
+    needed, free = (num_bytes * (_MAX_GROWTH if is_archive(source.name) else 1), shutil.disk_usage(target.parent).free)
     if free < needed:
         raise OSError(
             f"{target.parent} has {free / 1e9:.1f} GB free, but up to {needed / 1e9:.1f} GB are needed; free space there, or set another `stage.dir`"
         )
     beside = target.with_name(f".{target.name}.{os.uname().nodename}.{os.getpid()}.tmp")
     try:
-        if is_packed(source.name):
+        if is_archive(source.name):
             beside.mkdir()
             into = ["--directory", str(beside), "--no-same-owner"]
             _run(["tar", "--extract", "--file", str(source), *into], f"unpack {source}")
@@ -53,12 +53,12 @@ def unpack(source: Path, target: Path) -> int:
         if not target.exists():  # else another node was faster
             raise
         return 0
-    if is_packed(source.name):
+    if is_archive(source.name):
         _relocate(target)
     return num_bytes
 
 
-def _make_private(folder: Path) -> None:
+def _make_private_dir(folder: Path) -> None:
     """Make a folder that only this user can write to. Its name can be guessed, so refuse one that another user has made."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with suppress(FileExistsError):

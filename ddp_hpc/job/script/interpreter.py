@@ -79,7 +79,7 @@ def _prepare_process(plan: ScriptPlan, environ: Mapping[str, str], python_path: 
     sys.path[:] = [*first, *python_path, *rest]
     sys.argv[:] = [plan.argv0, *plan.program.arguments]
     sys.orig_argv[:] = plan.command
-    processes.show_command(plan.program.words)
+    processes.set_process_title(plan.program.words)
     _unbuffer_output()
     gc.freeze()  # `_close_files` does not find what was there before the script
     # A fork has copied the state of generators, so all ranks would draw the same; Python's own seeds itself anew.
@@ -152,12 +152,12 @@ def _exit_code(end: SystemExit) -> int:
     return 1
 
 
-_FILES_BEFORE_SCRIPT = (__file__, "<frozen runpy>", runpy.__file__)
+_RUNNER_FRAME_FILES = (__file__, "<frozen runpy>", runpy.__file__)
 
 
 def _traceback_of_script(traceback: types.TracebackType | None) -> types.TracebackType | None:
     """Return a traceback from the script's first line on, as Python prints it."""
     rest = traceback
-    while rest is not None and rest.tb_frame.f_code.co_filename in _FILES_BEFORE_SCRIPT:
+    while rest is not None and rest.tb_frame.f_code.co_filename in _RUNNER_FRAME_FILES:
         rest = rest.tb_next
     return rest

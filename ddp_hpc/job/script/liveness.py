@@ -18,7 +18,7 @@ LEAST_CPU_SHARE = 0.01
 """Of one CPU. Threads that only look whether there is something to do, as loggers and watchdogs have, use less."""
 LEAST_CPU_S = 0.03
 """The kernel counts in steps of 0.01 s, so one step says nothing about a short time."""
-_ANSWERING_THREAD = "pt_workerserver"
+_PROBE_THREAD_NAME = "pt_workerserver"
 """The name of the threads that answer our questions: they use CPU time also where the script does nothing."""
 
 
@@ -67,10 +67,10 @@ def cpu_seconds(pid: int) -> float:
             with suppress(psutil.Error):
                 times = each.cpu_times()
                 total += times.user + times.system + times.children_user + times.children_system
-    return total - _answering_cpu_s(pid)
+    return total - _probe_threads_cpu_s(pid)
 
 
-def _answering_cpu_s(pid: int) -> float:
+def _probe_threads_cpu_s(pid: int) -> float:
     """Return the CPU time of the threads of a process that answer questions about it; 0 where the kernel does not say it."""
     ticks, tasks = 0, list[Path]()
     with suppress(OSError):  # it has ended
@@ -78,6 +78,6 @@ def _answering_cpu_s(pid: int) -> float:
     for task in tasks:
         with suppress(OSError, ValueError, IndexError):
             name, _, fields = task.read_text(encoding="utf-8", errors="replace").partition("(")[2].rpartition(")")
-            if name == _ANSWERING_THREAD:
+            if name == _PROBE_THREAD_NAME:
                 ticks += sum(map(int, fields.split()[11:13]))  # utime, stime (proc_pid_stat(5))
     return ticks / os.sysconf("SC_CLK_TCK")

@@ -19,7 +19,7 @@ from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.spec import Program, RunSpec, ScriptSpec
 
 _UNBUFFERED_OPTION = "-u"
-_COPY_RUNNER = "import runpy, sys; folder, module = sys.argv[1:3]; del sys.argv[1:3]; sys.path[:1] = [folder] if sys.path[:1] == [''] else sys.path[:1]; runpy._run_module_as_main(module)"
+_RUNPY_CODE = "import runpy, sys; folder, module = sys.argv[1:3]; del sys.argv[1:3]; sys.path[:1] = [folder] if sys.path[:1] == [''] else sys.path[:1]; runpy._run_module_as_main(module)"
 """What `python -m` does, with another directory in place of the working directory. Python 3.10 and older have no option for it
 (`-P`), and a variable (PYTHONSAFEPATH) would count for all programs that the script starts."""
 
@@ -64,7 +64,7 @@ class ScriptPlan:
         program = self.program
         if program.module is None or not self.has_copy:
             return self.command
-        return [self.executable, *program.options, "-c", _COPY_RUNNER, self.folder, program.module, *program.arguments]
+        return [self.executable, *program.options, "-c", _RUNPY_CODE, self.folder, program.module, *program.arguments]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -45,7 +45,7 @@ def report_exit(script_rank: ScriptRank, code: int, *, was_killed: bool, memory_
     if code < 0 and not was_killed:
         report_killed(path, -code, rank=script_rank.rank, log=script_rank.log, memory_ran_out=memory_ran_out)
         return
-    text = _exception_of_elastic(script_rank.run.torch_error(script_rank.attempt, script_rank.rank)) or last_log_line(
+    text = _elastic_error_text(script_rank.run.torch_error(script_rank.attempt, script_rank.rank)) or last_log_line(
         script_rank.log
     )
     how = (
@@ -100,7 +100,7 @@ def write_remarks(script_rank: ScriptRank, remarks: Iterable[str]) -> None:
             write_remark(script_rank.run, script_rank.attempt, script_rank.rank, text)
 
 
-def _exception_of_elastic(path: Path) -> str:
+def _elastic_error_text(path: Path) -> str:
     """Return the exception that `torch.distributed.elastic`'s `record` has written."""
     with suppress(OSError, KeyError, TypeError, ValueError):
         record = read_json(path) or {}
@@ -110,7 +110,7 @@ def _exception_of_elastic(path: Path) -> str:
 
 
 _TAIL_BYTES = 2000
-_HYDRA_HINT = "Set the environment variable HYDRA_FULL_ERROR=1"
+_HYDRA_HINT_START = "Set the environment variable HYDRA_FULL_ERROR=1"
 """How Hydra begins the line after each error, which it prints itself."""
 
 
@@ -120,5 +120,5 @@ def last_log_line(log: Path) -> str:
         # Progress bars return without a new line.
         lines = re.split(r"[\r\n]", read_end_of_file(log, _TAIL_BYTES)[1].decode("utf-8", errors="replace"))
         texts = ["".join(char if char.isprintable() else "?" for char in line).strip() for line in lines]
-        return next((text[:200] for text in reversed(texts) if text and not text.startswith(_HYDRA_HINT)), "")
+        return next((text[:200] for text in reversed(texts) if text and not text.startswith(_HYDRA_HINT_START)), "")
     return ""

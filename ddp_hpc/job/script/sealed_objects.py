@@ -19,7 +19,7 @@ from typing import IO, Any
 from urllib.parse import urlsplit
 
 from ddp_hpc.base.errors import WorkerError
-from ddp_hpc.cluster.rendezvous.worker_env import ENDPOINT, STORE_IS_HOSTED
+from ddp_hpc.cluster.rendezvous.worker_env import ENDPOINT, HOSTED_STORE_VARIABLES
 
 _MEETING_VARIABLES = (*ENDPOINT, "WORLD_SIZE", "RANK")
 _NUM_SEAL_BYTES = hashlib.sha256().digest_size
@@ -45,8 +45,8 @@ def seal_at_rendezvous(
 
     def sealing(handler: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
         def meet(*args: object, **options: object) -> Iterator[Any]:
-            if STORE_IS_HOSTED.items() <= environ.items():
-                for name in STORE_IS_HOSTED:
+            if HOSTED_STORE_VARIABLES.items() <= environ.items():
+                for name in HOSTED_STORE_VARIABLES:
                     os.environ[name] = str(_is_meeting_place(environ, str(args[0])))
             if any(os.environ.get(name) != environ.get(name) for name in _MEETING_VARIABLES):
                 return handler(*args, **options)

@@ -6,22 +6,22 @@ import ast
 import re
 from collections.abc import Iterator
 
-_READ_AT_IMPORT = re.compile(
+_READ_AT_IMPORT_PATTERN = re.compile(
     r"(?:CUDA|HIP|ROCR|OMP|GOMP|MKL|KMP|OPENBLAS|BLIS|NUMEXPR|TORCH|PYTORCH|TORCHINDUCTOR)_\w+"
 )
 """Variables that PyTorch and its libraries read when they are loaded, or may read then."""
 _SETTERS = frozenset({"setdefault", "putenv", "update"})
-_START_METHOD = "set_start_method"
-_USES_COMPILER = re.compile(
+_START_METHOD_SETTER = "set_start_method"
+_COMPILER_PATTERN = re.compile(
     r"(?<!\bre)\.compile\b|\bimport compile\b|_dynamo|_inductor"
     r"|\b(?:lightning|pytorch_lightning|transformers|accelerate|diffusers|trl|peft|torchao|torchtune|deepspeed)\b"
 )
 """What compiles, and libraries that import PyTorch's compiler (`torch._dynamo`) with themselves."""
 
-_SETS_ENDPOINT = re.compile(
+_PYTHON_ENDPOINT_PATTERN = re.compile(
     r"""environ\s*\[\s*["']MASTER_(?:ADDR|PORT)["']\s*\]\s*=(?!=)|(?:setdefault|putenv|update)\([^)]*MASTER_(?:ADDR|PORT)\b"""
 )
-_SHELL_SETS_ENDPOINT = re.compile(r"^[^#]*\bMASTER_(?:ADDR|PORT)=", re.MULTILINE)
+_SHELL_ENDPOINT_PATTERN = re.compile(r"^[^#]*\bMASTER_(?:ADDR|PORT)=", re.MULTILINE)
 
 
 def why_not_fork(source: str) -> str:
@@ -35,7 +35,7 @@ def why_not_fork(source: str) -> str:
         line = getattr(node, "lineno", 0)
         if torch_line is not None and line >= torch_line:
             continue
-        for what in _acts_before_torch(node):
+        for what in _describe_early_acts(node):
             return f"line {line} of the script {what} before it imports torch"
     return ""
 
@@ -59,12 +59,12 @@ def early_imports(source: bytes) -> Iterator[tuple[int, str]]:
 
 def may_compile(source: str) -> bool:
     """Tell whether a script seems to use PyTorch's compiler, itself or through a library."""
-    return _USES_COMPILER.search(source) is not None
+    return _COMPILER_PATTERN.search(source) is not None
 
 
 def sets_endpoint(source: str, *, is_shell: bool = False) -> bool:
     """Tell whether a script sets MASTER_ADDR or MASTER_PORT itself, always or in some case."""
-    return (_SHELL_SETS_ENDPOINT if is_shell else _SETS_ENDPOINT).search(source) is not None
+    return (_SHELL_ENDPOINT_PATTERN if is_shell else _PYTHON_ENDPOINT_PATTERN).search(source) is not None
 
 
 def imported_names(source: str) -> Iterator[str]:
@@ -86,27 +86,27 @@ def _imports_torch(node: ast.AST) -> bool:
     return False
 
 
-def _acts_before_torch(node: ast.AST) -> Iterator[str]:
+def _describe_early_acts(node: ast.AST) -> Iterator[str]:
     """Yield what a node does that has to come before PyTorch's import."""
     match node:
         case ast.Assign(targets=targets):
             for target in targets:
                 match target:
                     case ast.Subscript(value=owner, slice=ast.Constant(value=str(name))) if _is_environ(owner):
-                        yield from _act_of_setting(name)
+                        yield from _describe_setting(name)
         case ast.Call(func=ast.Attribute(attr="update", value=owner), args=args, keywords=words) if _is_environ(owner):
             keys = (key for each in args if isinstance(each, ast.Dict) for key in each.keys)
             names = [key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str)]
             for name in [*names, *(word.arg for word in words if word.arg)]:
-                yield from _act_of_setting(name)
+                yield from _describe_setting(name)
         case ast.Call(func=ast.Attribute(attr=called), args=[ast.Constant(value=str(name)), *_]) if called in _SETTERS:
-            yield from _act_of_setting(name)
-        case ast.Call(func=ast.Attribute(attr=called) | ast.Name(id=called)) if called == _START_METHOD:
-            yield f"calls `{_START_METHOD}`"
+            yield from _describe_setting(name)
+        case ast.Call(func=ast.Attribute(attr=called) | ast.Name(id=called)) if called == _START_METHOD_SETTER:
+            yield f"calls `{_START_METHOD_SETTER}`"
 
 
-def _act_of_setting(name: str) -> Iterator[str]:
-    if _READ_AT_IMPORT.fullmatch(name):
+def _describe_setting(name: str) -> Iterator[str]:
+    if _READ_AT_IMPORT_PATTERN.fullmatch(name):
         yield f"sets {name}"
 
 

@@ -14,10 +14,10 @@ from ddp_hpc.base import exit_codes, processes
 from ddp_hpc.cluster.rank_probe.folder import socket_of
 from ddp_hpc.cluster.rank_probe.server import serve_at_rendezvous
 from ddp_hpc.cluster.rendezvous.worker_env import (
+    HOSTED_STORE_VARIABLES,
     PROBE_FOLDER,
-    STORE_IS_HOSTED,
     attach_variables,
-    contract_of_torchrun,
+    torchrun_variables,
     with_undo_record,
 )
 from ddp_hpc.cluster.slurm.allocation import is_in_job
@@ -40,7 +40,7 @@ def start_script(
     script_rank: ScriptRank, environ: Mapping[str, str], log_fd: int, listen_fd: int | None, *, is_hosted: bool
 ) -> int:
     """Start the script in a child process; return its process id."""
-    given = _environ(script_rank, environ, is_hosted=is_hosted)
+    given = _script_environ(script_rank, environ, is_hosted=is_hosted)
     sys.stdout.flush()
     sys.stderr.flush()
     parent = os.getpid()
@@ -52,7 +52,7 @@ def start_script(
             os.dup2(log_fd, 2)
             if listen_fd is not None:
                 os.close(listen_fd)
-            processes.become_script(
+            processes.reset_signals_in_child(
                 parent, is_new_program=bool(script_rank.plan.why_exec), ignores=_signals_to_ignore(script_rank, given)
             )
             code = _exec_script(script_rank, given) if script_rank.plan.why_exec else _run_in_fork(script_rank, given)
@@ -65,8 +65,8 @@ def start_script(
     return pid
 
 
-def _environ(script_rank: ScriptRank, environ: Mapping[str, str], *, is_hosted: bool) -> dict[str, str]:
-    contract = contract_of_torchrun(
+def _script_environ(script_rank: ScriptRank, environ: Mapping[str, str], *, is_hosted: bool) -> dict[str, str]:
+    contract = torchrun_variables(
         environ,
         attempt=script_rank.attempt,
         max_restarts=script_rank.spec.restart.max_no_progress,
@@ -81,8 +81,8 @@ def _environ(script_rank: ScriptRank, environ: Mapping[str, str], *, is_hosted: 
         stop_exit_code=next(iter(script.resume_exit_codes), 0),
     )
     path = os.pathsep.join(users_python_path(environ, script_rank.run.code_copies))
-    others = {name: value for name, value in environ.items() if name not in {"PYTHONPATH", *STORE_IS_HOSTED}}
-    ours = {**({"PYTHONPATH": path} if path else {}), **contract, **(STORE_IS_HOSTED if is_hosted else {})}
+    others = {name: value for name, value in environ.items() if name not in {"PYTHONPATH", *HOSTED_STORE_VARIABLES}}
+    ours = {**({"PYTHONPATH": path} if path else {}), **contract, **(HOSTED_STORE_VARIABLES if is_hosted else {})}
     return {"PYTHONUNBUFFERED": "1", **others, **with_undo_record(ours, environ), **attached}
 
 
@@ -110,17 +110,17 @@ def _run_in_fork(script_rank: ScriptRank, environ: Mapping[str, str]) -> int:
         serve_at_rendezvous(
             socket_of(Path(folder), script_rank.rank),
             num_ranks=int(environ.get("LOCAL_WORLD_SIZE", "1")),
-            on_refusal=partial(_log_reason, _NO_STACKS_NOTE) if is_noted else lambda _: None,
+            on_refusal=partial(_log_note, _NO_STACKS_NOTE) if is_noted else lambda _: None,
         )
     given = environ
-    if environ["WORLD_SIZE"] != "1" or STORE_IS_HOSTED.items() <= environ.items():
+    if environ["WORLD_SIZE"] != "1" or HOSTED_STORE_VARIABLES.items() <= environ.items():
         is_asked = seal_at_rendezvous(
             environ,
             lambda: read_rendezvous_token(script_rank.run.rendezvous_token(script_rank.attempt)),
-            on_refusal=partial(_log_reason, _NO_SEAL_NOTE) if is_noted else lambda: None,
+            on_refusal=partial(_log_note, _NO_SEAL_NOTE) if is_noted else lambda: None,
         )
         if is_asked and script_rank.plan.sets_endpoint:  # processes that it spawns ask only their variables
-            given = {**environ, **dict.fromkeys(STORE_IS_HOSTED, "False")}
+            given = {**environ, **dict.fromkeys(HOSTED_STORE_VARIABLES, "False")}
     return run_as_main(
         script_rank.plan,
         given,
@@ -129,6 +129,6 @@ def _run_in_fork(script_rank: ScriptRank, environ: Mapping[str, str]) -> int:
     )
 
 
-def _log_reason(text: str, why_not: str = "") -> None:
+def _log_note(text: str, why_not: str = "") -> None:
     with suppress(OSError):
         os.write(2, f"note: {text}{why_not}\n".encode())

@@ -10,17 +10,17 @@ import psutil
 
 from ddp_hpc.base import processes
 from ddp_hpc.base.patience import ask_once
-from ddp_hpc.cluster.rendezvous.store_options import listening_on
+from ddp_hpc.cluster.rendezvous.store_options import listening_options
 from ddp_hpc.job.script.plan import ScriptRank
 
-LOOK_S = 0.25
+POLL_INTERVAL_S = 0.25
 """How often to look whether the store is used."""
 
 
 def host_store(environ: Mapping[str, str], listen_fd: int) -> object | None:
     """Host the store at which the ranks meet, as torchrun's agent does, so that its port is never free for others."""
     torch, distributed = import_module("torch"), import_module("torch.distributed")
-    options = {"is_master": True, "wait_for_workers": False, **listening_on(listen_fd, torch.__version__)}
+    options = {"is_master": True, "wait_for_workers": False, **listening_options(listen_fd, torch.__version__)}
     store: object = distributed.TCPStore(environ["MASTER_ADDR"], int(environ["MASTER_PORT"]), **options)
     return store
 
@@ -33,7 +33,7 @@ def wait_while_used(script_rank: ScriptRank, environ: Mapping[str, str]) -> None
         signs = (script_rank.run.script_ended(script_rank.attempt, rank) for rank in others)
         if all(ask_once(sign, sign.exists, unknown=False) for sign in signs):
             return
-        processes.await_signal(LOOK_S)  # the others get a stop signal themselves
+        processes.await_signal(POLL_INTERVAL_S)  # the others get a stop signal themselves
 
 
 def _is_used(port: int) -> bool:
@@ -41,10 +41,10 @@ def _is_used(port: int) -> bool:
     with suppress(psutil.Error, OSError):
         found = psutil.Process().net_connections("tcp")
         pairs = [(one.laddr, one.raddr) for one in found if one.status == psutil.CONN_ESTABLISHED and one.raddr]
-        ours = {_address(here.ip, here.port) for here, there in pairs if there.port == port}
-        return any(here.port == port and _address(there.ip, there.port) not in ours for here, there in pairs)
+        ours = {_unmapped_address(here.ip, here.port) for here, there in pairs if there.port == port}
+        return any(here.port == port and _unmapped_address(there.ip, there.port) not in ours for here, there in pairs)
     return True  # perhaps; the others say when they end
 
 
-def _address(ip: str, port: int) -> tuple[str, int]:
+def _unmapped_address(ip: str, port: int) -> tuple[str, int]:
     return ip.removeprefix("::ffff:"), port  # a socket for both families has its peers in that form

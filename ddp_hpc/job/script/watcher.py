@@ -17,8 +17,8 @@ from ddp_hpc.base.durable import make_directories
 from ddp_hpc.base.errors import FencedError
 from ddp_hpc.base.patience import ask_once
 from ddp_hpc.cluster.rank_probe.client import RankProbe
-from ddp_hpc.cluster.rank_probe.collect import collect
-from ddp_hpc.cluster.rank_probe.deadlines import in_thread
+from ddp_hpc.cluster.rank_probe.collect import ask_rank
+from ddp_hpc.cluster.rank_probe.deadlines import run_in_thread
 from ddp_hpc.cluster.rank_probe.folder import socket_of
 from ddp_hpc.job.script.liveness import ScriptActivity
 from ddp_hpc.job.script.plan import ScriptRank
@@ -28,13 +28,13 @@ from ddp_hpc.run.run_dir.hang_records import write_hang_record
 from ddp_hpc.run.run_dir.records import Progress, with_script_report, write_progress
 from ddp_hpc.run.workload.script_progress import SeenFiles, find_saved_files, record_changes
 
-ECHO_S = 0.25
+ECHO_INTERVAL_S = 0.25
 """How often rank zero's output is copied to the console."""
-STOP_LOOK_S = 1.0
+STOP_POLL_INTERVAL_S = 1.0
 """How often to look for a user's request to stop."""
 SIGNAL_LAG_S = 2.0
 """How long after a script this process may receive the signal that Slurm has sent to both."""
-LONGEST_LOOK_S = 10.0
+MAX_POLL_INTERVAL_S = 10.0
 """The longest time between two checks of a script."""
 
 _SHELL_SIGNAL_BASE = 128
@@ -58,7 +58,7 @@ def worker_exit_code(code: int, *, stop_signal: int | None, resume_codes: Collec
 
 def is_end_by_stop_signal(code: int, *sent: int) -> bool:
     """Tell whether a script's exit code is the end by a stop signal; of a job step, Slurm and srun may signal all processes."""
-    signals = {*sent, *processes.STOP_SIGNALS, *processes.INTERRUPTIONS}
+    signals = {*sent, *processes.STOP_SIGNALS, *processes.INTERRUPT_SIGNALS}
     return -code in signals or code - _SHELL_SIGNAL_BASE in signals
 
 
@@ -96,7 +96,7 @@ class Watcher:
     was_stopped_for_failure: bool = False
     """Whether the launcher stops this rank because another one has failed: srun and torchrun send SIGTERM then, too."""
     has_killed: bool = False
-    interruptions: Sequence[int] = field(default_factory=processes.blocked_interruptions)
+    interruptions: Sequence[int] = field(default_factory=processes.find_blocked_interruptions)
     _gives_stacks: bool = True
     """Whether to ask for stacks: a question that waits for the interpreter (GIL) keeps a thread of the server for ever."""
     _asked: set[int] = field(default_factory=set)
@@ -118,10 +118,10 @@ class Watcher:
     def _await_end(self, pids: Sequence[int]) -> list[int]:
         """Wait until these children have ended; return their exit codes."""
         spec = self.script_rank.spec
-        interval_s = min(LONGEST_LOOK_S, max(1.0, spec.restart.hang_timeout_s / 10))
+        interval_s = min(MAX_POLL_INTERVAL_S, max(1.0, spec.restart.hang_timeout_s / 10))
         life = ScriptActivity(pid=pids[0], log=self.script_rank.log, interval_s=interval_s)
         self._write_life_sign()
-        patience_s, has_asked = ECHO_S if self.echo else STOP_LOOK_S, False
+        patience_s, has_asked = ECHO_INTERVAL_S if self.echo else STOP_POLL_INTERVAL_S, False
         ended: dict[int, int] = {}
         while left := [pid for pid in pids if pid not in ended]:
             left_s = max(self._kill_at - time.monotonic(), 0.0)
@@ -142,10 +142,10 @@ class Watcher:
                 is_alive = life.was_active()
                 is_silent = life.silent_s >= spec.restart.hang_timeout_s
                 if is_silent and not has_asked and not have_ended:  # the supervisor kills it a minute later
-                    in_thread(partial(self._record_hang, pids[0]))  # this loop passes on signals, and kills in time
+                    run_in_thread(partial(self._record_hang, pids[0]))  # this loop passes on signals, and kills in time
                 has_asked = is_silent
                 # At the end, there may be what the script has reported by `attach` since the last look.
-                if self.count_saves() or is_alive or have_ended:
+                if self.record_new_saves() or is_alive or have_ended:
                     self._write_life_sign()
         return [ended[pid] for pid in pids]
 
@@ -164,7 +164,7 @@ class Watcher:
         while not self.has_killed and (adopted := _running_children()):
             # `tee` in `python train.py | tee log` ends with the training, which could not print any more without it.
             if asked := [pid for pid in adopted if not _is_pipe_reader(pid)]:
-                processes.send(set(asked) - self._asked, processes.signal_number(script.stop_signal))
+                processes.send_signal(set(asked) - self._asked, processes.signal_number(script.stop_signal))
                 codes += self._await_end(asked)
             else:
                 self._await_end(adopted)
@@ -196,7 +196,7 @@ class Watcher:
     def _is_stop_asked(self) -> bool:
         """Look every second whether a user has asked the run to stop: `ddp-hpc stop` writes a file and sends no signal."""
         now = time.monotonic()
-        if now - self._looked_at < STOP_LOOK_S:
+        if now - self._looked_at < STOP_POLL_INTERVAL_S:
             return False
         self._looked_at = now
         request = self.script_rank.run.stop_request
@@ -211,9 +211,9 @@ class Watcher:
         is_program = self.script_rank.plan.program.python is None
         below = [child for pid in pids for child in _foreground_children(pid, self.sent_signal)] if is_program else []
         self._asked = {*pids, *below}
-        processes.send(self._asked, self.sent_signal)
+        processes.send_signal(self._asked, self.sent_signal)
 
-    def count_saves(self) -> bool:
+    def record_new_saves(self) -> bool:
         """Record that the script has saved its state, if it has; rank zero does that for all."""
         pattern = self.script_rank.spec.script.progress
         if pattern is None or self.script_rank.rank != 0:
@@ -228,7 +228,7 @@ class Watcher:
         folder = self.probe_folder or Path("/nonexistent")  # then only the kernel is asked
         rank = self.script_rank.rank
         probe = RankProbe(path=socket_of(folder, rank))
-        record = collect(rank, probe, pid=pid, with_stacks=self._gives_stacks)
+        record = ask_rank(rank, probe, pid=pid, with_stacks=self._gives_stacks)
         self._gives_stacks = not record.holds_interpreter
         with suppress(OSError):  # a full disk: the supervisor then reports a hang without it
             write_hang_record(self.script_rank.run, self.script_rank.attempt, record)

@@ -21,12 +21,12 @@ from pathlib import Path
 import psutil
 
 from ddp_hpc.base import exit_codes, processes
-from ddp_hpc.base.durable import make_directories, private_mode
+from ddp_hpc.base.durable import make_directories, new_file_mode
 from ddp_hpc.base.errors import ConfigError, exit_code_of
 from ddp_hpc.base.names import did_you_mean
 from ddp_hpc.base.patience import await_answer
-from ddp_hpc.cluster.machine.cgroups import memory_kills, ran_out_since
-from ddp_hpc.cluster.rendezvous.worker_env import PROBE_FOLDER, STORE_IS_HOSTED
+from ddp_hpc.cluster.machine.cgroups import memory_kills, whose_memory_ran_out
+from ddp_hpc.cluster.rendezvous.worker_env import HOSTED_STORE_VARIABLES, PROBE_FOLDER
 from ddp_hpc.cluster.slow_ranks.reporter import reporter_of
 from ddp_hpc.job.script.plan import ScriptPlan, ScriptRank, frozen_code_dirs, make_script_plan
 from ddp_hpc.job.script.script_end import report_exit, why_doubtful, write_remarks
@@ -40,21 +40,15 @@ from ddp_hpc.run.run_dir.ownership import is_fenced
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.spec import RunSpec
 from ddp_hpc.run.workload.missing_files import refuse_missing
-from ddp_hpc.run.workload.script_progress import read_seen
+from ddp_hpc.run.workload.script_progress import read_seen_files
 
-PRELOADED_MODULES = (
-    "torch",
-    "torch.distributed",
-    "torch.nn.parallel",
-    "torch.optim",
-    "torch.utils.data",
-)
+PRELOADED_MODULES = ("torch", "torch.distributed", "torch.nn.parallel", "torch.optim", "torch.utils.data")
 """What most scripts import; the agent imports it once for all of its workers."""
 COMPILER_MODULE = "torch._dynamo"
 """As large as the rest of PyTorch. Optimizers and DDP import it when they are made, only to say what it must not compile."""
 OUTLIVED = True
 """What a script has started may go on without it (see `WorkerModule`)."""
-LEFTOVERS_S = 2.0
+HELPER_EXIT_TIMEOUT_S = 2.0
 """How long helper processes of Python may take to exit after the script has (the resource tracker of `multiprocessing`)."""
 _why_not_fork = ""
 """Why `preload` has found that scripts must not be forked from this process, beyond what the script's source says."""
@@ -83,7 +77,7 @@ def _what_a_fork_would_lose() -> str:
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         return "importing the modules of `script.preload` initialised CUDA, which a forked process cannot use"
-    if not (left := ", ".join(sorted(set(processes.lasting_threads())))):
+    if not (left := ", ".join(sorted(set(processes.threads_lost_by_fork())))):
         return ""
     return (
         f"importing PyTorch and `script.preload` left threads running, which a forked process would not have ({left})"
@@ -106,13 +100,13 @@ def check(spec: RunSpec, environ: Mapping[str, str]) -> Iterator[str]:
         else:
             yield refuse_missing(error, program.script or program.words[0], spec)
         return
-    for text in _refusals(spec, plan):
-        if not spec.own_environment:
+    for text in _problems_of_start(spec, plan):
+        if not spec.environment_key:
             raise ConfigError(text)
-        yield f"`{spec.own_environment}` may give the job another Python: {text}"
+        yield f"`{spec.environment_key}` may give the job another Python: {text}"
 
 
-def _refusals(spec: RunSpec, plan: ScriptPlan) -> Iterator[str]:
+def _problems_of_start(spec: RunSpec, plan: ScriptPlan) -> Iterator[str]:
     """Yield why this host's Python, or its Linux, would not start the script."""
     if plan.executable != sys.executable or {*plan.program.options} - {"-u"}:
         if plan.program.python is None and "/" in plan.program.words[0]:
@@ -126,7 +120,7 @@ def _refusals(spec: RunSpec, plan: ScriptPlan) -> Iterator[str]:
         *(("script.preload", one) for one in spec.script.preload),
     ]:
         if name is not None and not _has_module(name):
-            yield f"`{key}` names the module {name!r}, but this Python has none of that name. {_nearest_module(name, plan.folder)}Correct it, or install it."
+            yield f"`{key}` names the module {name!r}, but this Python has none of that name. {_similar_module_hint(name, plan.folder)}Correct it, or install it."
 
 
 def _problems_of_first_line(plan: ScriptPlan) -> Iterator[str]:
@@ -157,11 +151,11 @@ def _problems_of_source(path: Path) -> Iterator[str]:
         if b"sys.path" not in source and not _has_module(name):
             yield (
                 f"`script.command` starts {path.name!r}, whose line {line} imports {name!r}, but this Python has no module of that name. "
-                f"{_nearest_module(name, str(path.parent))}Correct it, or install it."
+                f"{_similar_module_hint(name, str(path.parent))}Correct it, or install it."
             )
 
 
-def _nearest_module(name: str, folder: str) -> str:
+def _similar_module_hint(name: str, folder: str) -> str:
     parent, _, _ = name.rpartition(".")
     beside = [path.stem for path in Path(folder, *parent.split(".")).glob("*.py")]
     return did_you_mean(name, [f"{parent}.{stem}" if parent else stem for stem in beside], cutoff=0.7)
@@ -184,7 +178,7 @@ def main(run_path: str, environ: Mapping[str, str], *, attempt: int, listen_fd: 
     log = run.rank_log(attempt, rank)
     try:
         make_directories(log.parent)  # stop signals are blocked meanwhile, and the watcher takes them
-        log_fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, private_mode(log))
+        log_fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, new_file_mode(log))
         spec = load_resolved(run.config, is_patient=True)
         plan = _make_plan(run, spec, environ)
         plan = replace(plan, why_exec=plan.why_exec or _why_not_fork)
@@ -199,19 +193,19 @@ def main(run_path: str, environ: Mapping[str, str], *, attempt: int, listen_fd: 
 
 def _run_script(script_rank: ScriptRank, environ: Mapping[str, str], log_fd: int, listen_fd: int | None) -> int:
     """Start the script, and wait for its end."""
-    processes.show_as_listening()
+    processes.set_dummy_stop_handlers()
     processes.adopt_orphans()  # so that processes that the script leaves behind are found
     watcher = Watcher(
         script_rank=script_rank,
-        seen=await_answer(str(script_rank.run.script_progress), lambda: read_seen(script_rank.run)),
+        seen=await_answer(str(script_rank.run.script_progress), lambda: read_seen_files(script_rank.run)),
         echo=LogEcho(script_rank.log) if script_rank.rank == 0 else None,
         probe_folder=Path(environ[PROBE_FOLDER]) if PROBE_FOLDER in environ else None,
     )
-    watcher.count_saves()  # of the attempts before: what this one adds is counted from there
+    watcher.record_new_saves()  # of the attempts before: what this one adds is counted from there
     before = watcher.seen
     # The script of a worker that is alone hosts the store itself, as it may start ranks of its own and say where they meet; torchrun
     # hosts one in any case. A script in a fork is looked after in `seal_at_rendezvous`.
-    has_store = environ["WORLD_SIZE"] != "1" or STORE_IS_HOSTED.items() <= environ.items()
+    has_store = environ["WORLD_SIZE"] != "1" or HOSTED_STORE_VARIABLES.items() <= environ.items()
     is_elsewhere = script_rank.plan.why_exec and script_rank.plan.sets_endpoint
     is_hosted = has_store and not is_elsewhere and find_spec("torch") is not None
     if listen_fd is not None and not is_hosted:
@@ -244,26 +238,26 @@ def _run_script(script_rank: ScriptRank, environ: Mapping[str, str], log_fd: int
         # `attach` has ended the script, or it could not write: a newer attempt has the run.
         means = exit_codes.FENCED
     elif means == exit_codes.FAILED:
-        report_exit(script_rank, code, was_killed=watcher.has_killed, memory_ran_out=ran_out_since(kills_before))
+        report_exit(script_rank, code, was_killed=watcher.has_killed, memory_ran_out=whose_memory_ran_out(kills_before))
     if code in script_rank.spec.script.resume_exit_codes and watcher.sent_signal is None:
         with suppress(OSError):  # without it, the supervisor takes the code for the answer to a signal
             script_rank.run.script_asked(script_rank.attempt, script_rank.rank).touch(mode=0o600)
-    left = _care_for_leftovers(script_rank, has_finished=means == exit_codes.FINISHED)
+    left = _kill_or_note_leftovers(script_rank, has_finished=means == exit_codes.FINISHED)
     if means == exit_codes.FINISHED:  # before it waits for the other ranks, which may fail without this one
         write_remarks(script_rank, [why_doubtful(script_rank, before, watcher.seen, ran_s), left])
     if script_rank.rank != 0:
         with suppress(OSError):
             script_rank.run.script_ended(script_rank.attempt, script_rank.rank).touch(mode=0o600)
-    elif store is not None and means in exit_codes.GOOD:
+    elif store is not None and means in exit_codes.GOOD_CODES:
         wait_while_used(script_rank, environ)
     return means
 
 
-def _care_for_leftovers(script_rank: ScriptRank, *, has_finished: bool) -> str:
+def _kill_or_note_leftovers(script_rank: ScriptRank, *, has_finished: bool) -> str:
     """Kill what a script has left running that is to come back; return what one has left that has finished."""
     left = psutil.Process().children(recursive=True)
     if has_finished:
-        _, left = psutil.wait_procs(left, timeout=LEFTOVERS_S)
+        _, left = psutil.wait_procs(left, timeout=HELPER_EXIT_TIMEOUT_S)
     if not left:
         return ""
     if not has_finished:

@@ -14,11 +14,11 @@ from typing import Any
 
 from ddp_hpc.base import processes
 from ddp_hpc.cluster.slurm.framing import read_answers
-from ddp_hpc.cluster.slurm.steps import probe_on
+from ddp_hpc.cluster.slurm.steps import probe_on_argv
 
-_LOOK_S = 0.5
+_POLL_INTERVAL_S = 0.5
 """How long to wait between two questions whether a command is over."""
-_LAUNCH_FAILED = re.compile(r"launch .*failed on node ([^\s:]+)")
+_LAUNCH_FAILED_PATTERN = re.compile(r"launch .*failed on node ([^\s:]+)")
 """As in `srun: error: Task launch for StepId=7.0 failed on node node3: Communication connection failure`."""
 
 
@@ -36,7 +36,7 @@ def start_command(argv: Sequence[str], lock_fds: Sequence[int], *, on_line: bool
     )
 
 
-def run_for_output(
+def run_for_out_and_err(
     argv: Sequence[str], *, environ: Mapping[str, str], timeout_s: float, is_over: Callable[[], bool] = lambda: False
 ) -> tuple[str, str]:
     """Run a short command; return what it printed, and its errors, as far as it printed them within `timeout_s` and before `is_over`.
@@ -53,7 +53,7 @@ def run_for_output(
     with process:
         while True:
             try:
-                printed, errors = process.communicate(timeout=max(min(until - time.monotonic(), _LOOK_S), 0.0))
+                printed, errors = process.communicate(timeout=max(min(until - time.monotonic(), _POLL_INTERVAL_S), 0.0))
             except subprocess.TimeoutExpired as error:
                 if time.monotonic() < until and not is_over():
                     continue
@@ -96,13 +96,13 @@ def ask_nodes(  # noqa: PLR0913  a command, and how it is run
     `step` is the beginning of the command that starts it there; without it, a step of one CPU.
     """
     mark = secrets.token_hex(8)
-    begin = probe_on(nodes, is_all_or_none=is_all_or_none) if step is None else step
+    begin = probe_on_argv(nodes, is_all_or_none=is_all_or_none) if step is None else step
     argv = [*begin, *command, f"--mark={mark}"]
-    printed, errors = run_for_output(argv, environ=environ, timeout_s=timeout_s, is_over=is_over)
+    printed, errors = run_for_out_and_err(argv, environ=environ, timeout_s=timeout_s, is_over=is_over)
     answers = read_answers(printed, mark)
     return NodesAnswers(
         by_node={node: answers[node] for node in nodes if node in answers},
         silent=[node for node in nodes if node not in answers],
-        unstarted=[node for node in nodes if node not in answers and node in _LAUNCH_FAILED.findall(errors)],
+        unstarted=[node for node in nodes if node not in answers and node in _LAUNCH_FAILED_PATTERN.findall(errors)],
         last_error=next((line.strip() for line in reversed(errors.splitlines()) if line.strip()), ""),
     )

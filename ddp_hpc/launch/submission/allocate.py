@@ -12,26 +12,26 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ddp_hpc.base.durable import make_directories, private_mode
+from ddp_hpc.base.durable import make_directories, new_file_mode
 from ddp_hpc.base.errors import ConfigError, SlurmRefusalError, SlurmUnavailableError
 from ddp_hpc.cluster.slurm import client, queries
 from ddp_hpc.run.run_dir.paths import RunDir
 
-SUBMITIT_METHOD = "_make_submission_command"
+SUBMITIT_METHOD_NAME = "_make_submission_command"
 """The one private method of submitit's executor that this module overrides."""
-SENT_PREFIX = ".submission_file_"
+SENT_SCRIPT_PREFIX = ".submission_file_"
 """How the name of the script begins that submitit sends; once Slurm has accepted it, a link has that name."""
 
 
-def allocate(run: RunDir, environ: Mapping[str, str]) -> str:
+def submit_job_script(run: RunDir, environ: Mapping[str, str]) -> str:
     """Have submitit send the run's job script to sbatch; return the job's number."""
     import submitit  # late: 0.1 s that only a submission waits for
     from submitit.core.utils import CommandFunction, FailedJobError, FailedSubmissionError
 
     client.require("srun", environ)  # submitit looks for it, and gives no error of its own that a user can read
-    method = getattr(submitit.SlurmExecutor, SUBMITIT_METHOD, None)
+    method = getattr(submitit.SlurmExecutor, SUBMITIT_METHOD_NAME, None)
     if method is None or getattr(method, "__isabstractmethod__", False):
-        raise ConfigError(_unfit_message(f"submitit has no method `SlurmExecutor.{SUBMITIT_METHOD}`"))
+        raise ConfigError(_unfit_submitit_message(f"submitit has no method `SlurmExecutor.{SUBMITIT_METHOD_NAME}`"))
     is_ours: list[Path] = []
 
     class Executor(submitit.SlurmExecutor):
@@ -61,18 +61,18 @@ def allocate(run: RunDir, environ: Mapping[str, str]) -> str:
     finally:
         with contextlib.suppress(OSError):  # a file system without modes
             for path in run.submitit.iterdir():  # made by the umask
-                path.chmod(private_mode(path))
+                path.chmod(new_file_mode(path))
     if not is_ours:  # the job is submitit's own: it would train nothing
         client.cancel(str(job.job_id), environ)
         raise ConfigError(
-            _unfit_message(
-                f"submitit does not call `SlurmExecutor.{SUBMITIT_METHOD}`; ddp-hpc cancelled job {job.job_id}, which submitit made"
+            _unfit_submitit_message(
+                f"submitit does not call `SlurmExecutor.{SUBMITIT_METHOD_NAME}`; ddp-hpc cancelled job {job.job_id}, which submitit made"
             )
         )
     return str(job.job_id)
 
 
-def allocate_array(
+def submit_job_array(
     script: Path, environ: Mapping[str, str], *, tasks: str, options: Sequence[str], arguments: Sequence[str]
 ) -> str:
     """Send a script to sbatch as a job array; return the array's number.
@@ -82,7 +82,7 @@ def allocate_array(
     return client.submit(script, environ, [f"--array={tasks}", *options], arguments)
 
 
-def _unfit_message(why: str) -> str:
+def _unfit_submitit_message(why: str) -> str:
     from importlib.metadata import version  # late: as slow as all of a back end
 
     return (

@@ -45,7 +45,7 @@ class Submission:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Description:
+class SubmissionPlan:
     """What a submission would do."""
 
     notes: Sequence[str]
@@ -76,7 +76,7 @@ class Backend(Protocol):
     def is_here(self, environ: Mapping[str, str]) -> bool:
         """Return whether `auto` may choose this back end on this host, even if it does not answer now."""
 
-    def describe(self, request: SubmitRequest) -> Description:
+    def describe(self, request: SubmitRequest) -> SubmissionPlan:
         """Return what `submit` would do; make nothing."""
 
     def prepare(self, request: SubmitRequest) -> list[str]:
@@ -154,12 +154,12 @@ def choose_backend(asked: str, environ: Mapping[str, str]) -> Backend:
 
 def backend_of(run: RunDir) -> Backend:
     """Return the back end of the run's newest start, or of the job that waits, by the run's own records."""
-    return load_backend(next(_names_in_records(run), "local"))
+    return load_backend(next(_recorded_backend_names(run), "local"))
 
 
 def backends_of(run: RunDir) -> list[Backend]:
     """Return every back end that may still hold the run, by its records: a job may wait while a later attempt runs here."""
-    return [load_backend(name) for name in dict.fromkeys(_names_in_records(run))]
+    return [load_backend(name) for name in dict.fromkeys(_recorded_backend_names(run))]
 
 
 def find_job_elsewhere(run: RunDir, backend: str, environ: Mapping[str, str]) -> Submission | None:
@@ -169,7 +169,7 @@ def find_job_elsewhere(run: RunDir, backend: str, environ: Mapping[str, str]) ->
     yet. A back end that is not on this host is not asked.
     """
     everywhere = (name for name, (_, command) in BACKENDS.items() if command is None)
-    names = dict.fromkeys([*_names_in_records(run), *everywhere])
+    names = dict.fromkeys([*_recorded_backend_names(run), *everywhere])
     for other in (load_backend(name) for name in names if name != backend):
         found = other.find_job(run, environ) if other.is_here(environ) else None
         if found is not None:
@@ -177,7 +177,7 @@ def find_job_elsewhere(run: RunDir, backend: str, environ: Mapping[str, str]) ->
     return None
 
 
-def _names_in_records(run: RunDir) -> Iterator[str]:
+def _recorded_backend_names(run: RunDir) -> Iterator[str]:
     """Yield the back ends that the run's records name, that of the newest start first."""
     job, newest = read_queued_job(run), Ledger.read(run).newest
     of_job = [] if job is None else [str(job.backend)]  # a user may have edited the record

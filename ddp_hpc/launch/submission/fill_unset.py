@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddp_hpc.base.discretion import as_shown
+from ddp_hpc.base.discretion import value_or_hidden
 from ddp_hpc.base.errors import ConfigError, DdpHpcError
 from ddp_hpc.base.names import plural
 from ddp_hpc.run.config.overlay import Overlay
@@ -31,7 +31,7 @@ VISIBLE_GPUS_NAME = "CUDA_VISIBLE_DEVICES"
 BUSY_GIB = 1.0
 """A GPU of which more memory than this is in use has other work."""
 _FIRST_SOURCE = "the run's first submission"
-_EARLIER_SOURCE = f"{COMMAND_LINE.source}, earlier"
+_EARLIER_COMMAND_SOURCE = f"{COMMAND_LINE.source}, earlier"
 _PER_SUBMISSION_KEYS = frozenset({"name", "runs_dir", "script.command", "slurm.dependency"})
 _GPU_DEVICES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))  # the second in WSL
 _NVML = "libnvidia-ml.so.1"
@@ -88,12 +88,12 @@ def _with_earlier_settings(resolved: Resolved, before: RunSpec | None, environ: 
         if key in was and resolved.sources.get(key) != COMMAND_LINE.source and key not in _PER_SUBMISSION_KEYS
     }
     changed = [key for key in kept if was[key] != now.get(key)]
-    told = [f"`{key}={as_shown(key, was[key])}` (now {as_shown(key, now.get(key))})" for key in changed]
+    told = [f"`{key}={value_or_hidden(key, was[key])}` (now {value_or_hidden(key, now.get(key))})" for key in changed]
     if told:
         sys.stderr.write(
             f"note: the run keeps what an earlier command line has set: {', '.join(told)}; a value on the command line changes it\n"
         )
-    return Overlay(resolved, environ).resolve(kept, _EARLIER_SOURCE, are_filled=True) if kept else resolved
+    return Overlay(resolved, environ).resolve(kept, _EARLIER_COMMAND_SOURCE, are_filled=True) if kept else resolved
 
 
 def _with_trained_precision(resolved: Resolved, before: RunSpec | None, environ: Mapping[str, str]) -> Resolved:
@@ -102,9 +102,9 @@ def _with_trained_precision(resolved: Resolved, before: RunSpec | None, environ:
     is_set = resolved.sources["train.matmul_precision"] != DEFAULT.source
     if precision is None or is_set:
         return resolved
-    from ddp_hpc.run.run_dir.records import newest_committed  # late: a new run does not need it
+    from ddp_hpc.run.run_dir.records import newest_committed_step  # late: a new run does not need it
 
-    if not newest_committed(RunDir(resolved.spec.path)):
+    if not newest_committed_step(RunDir(resolved.spec.path)):
         return resolved
     sys.stderr.write(
         f"note: `train.matmul_precision` stays {precision!r}, as the run's checkpoint was trained; a value in the file or on the command line changes it\n"
@@ -230,7 +230,7 @@ def _cpus_on_slurm(spec: RunSpec, before: RunSpec | None, environ: Mapping[str, 
         default = chosen_partition(None, partitions)
         names = (spec.slurm.partition or (default.name if default else "")).split(",")
         limits = {one.name: one.max_cpus_per_node for one in partitions if one.max_cpus_per_node}
-        shapes = [one for one in client.shapes(environ) if one.partition in names]
+        shapes = [one for one in client.node_shapes(environ) if one.partition in names]
         return share_cpus_by_gpus(
             spec, [replace(one, num_cpus=min(one.num_cpus, limits.get(one.partition, one.num_cpus))) for one in shapes]
         )

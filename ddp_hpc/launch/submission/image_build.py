@@ -27,7 +27,7 @@ BUILD_FILES = (
 """What a build reads, from the project's root."""
 
 
-def files_dir() -> Path:
+def build_files_dir() -> Path:
     """Return the folder with `BUILD_FILES` in it: the checkout's, or in the package once installed."""
     package = Path(__file__).parents[2]
     installed = package / "image_files"
@@ -54,7 +54,7 @@ def build_image(  # noqa: PLR0913  the flags of one command
         for name in BUILD_FILES:
             copy = Path(folder, name)
             copy.parent.mkdir(exist_ok=True)
-            shutil.copy(files_dir() / name, copy)
+            shutil.copy(build_files_dir() / name, copy)
         beside = scratch_path(target)
         options = [*_base_arguments(base, is_file=is_file), *build_args]
         argv = build_argv(program, str(beside) if is_file else output, options)

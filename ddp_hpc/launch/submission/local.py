@@ -19,13 +19,13 @@ from ddp_hpc.base import exit_codes, processes
 from ddp_hpc.base.durable import open_private
 from ddp_hpc.base.errors import ConfigError, DdpHpcError, RunBusyError, WorkerError
 from ddp_hpc.base.patience import ask_once, await_answer
-from ddp_hpc.launch.submission.backend import Description, Submission
+from ddp_hpc.launch.submission.backend import Submission, SubmissionPlan
 from ddp_hpc.launch.submission.request import SubmitRequest
 from ddp_hpc.launch.submission.run_dir_setup import (
-    VANISH_PATIENCE_S,
+    PROCESS_EXIT_PATIENCE_S,
     check_settings,
-    find_start,
-    submitting_alone,
+    find_existing_start,
+    lock_submission,
 )
 from ddp_hpc.run.run_dir import ownership, poll_files
 from ddp_hpc.run.run_dir.ledger import Attempt, Cause, End, Ending, Ledger, record_end
@@ -49,7 +49,7 @@ _guardians: list[subprocess.Popen[bytes]] = []
 """Guardians that this process has started and not reaped."""
 
 
-def supervisor_argv(run: RunDir) -> list[str]:
+def guardian_argv(run: RunDir) -> list[str]:
     """Return the command that starts the supervisor's guardian, and so the run."""
     return [sys.executable, "-m", "ddp_hpc.job.guardian", str(run.path)]
 
@@ -75,7 +75,7 @@ def is_here(environ: Mapping[str, str]) -> bool:
     return True
 
 
-def describe(request: SubmitRequest) -> Description:
+def describe(request: SubmitRequest) -> SubmissionPlan:
     """Return what `submit` would do; make nothing."""
     run, spec, environ = request.run, request.spec, request.environ
     refuse_too_many_workers(spec)
@@ -84,12 +84,12 @@ def describe(request: SubmitRequest) -> Description:
         from ddp_hpc.launch.submission.submit_checks.image import image_notes  # late: most runs here have neither
 
         notes += image_notes(spec, run, request.import_paths, environ, is_for_slurm=False)
-    return Description(notes=notes, command=supervisor_argv(run), import_paths=request.import_paths)
+    return SubmissionPlan(notes=notes, command=guardian_argv(run), import_paths=request.import_paths)
 
 
 def prepare(request: SubmitRequest) -> list[str]:
     """Make the run's directory, or renew its configuration; return what the user should know."""
-    with submitting_alone(request.run, patience_s=2 * START_PATIENCE_S) as claim:
+    with lock_submission(request.run, patience_s=2 * START_PATIENCE_S) as claim:
         notes = describe(request).notes
         claim.write(request.resolved)
         claim.is_to_stay = True
@@ -100,10 +100,10 @@ def submit(request: SubmitRequest) -> Submission:
     """Start the run, or go on with it, and return once its training has begun, or its script has run for a moment."""
     run = request.run
     refuse_too_many_workers(request.spec)
-    with submitting_alone(run, patience_s=2 * START_PATIENCE_S) as claim:
+    with lock_submission(run, patience_s=2 * START_PATIENCE_S) as claim:
         if not claim.is_new:
             here = Submission(run, NAME, "running", Ledger.read(run).newest_number) if _is_busy(run) else None
-            there = find_start(request, NAME, here)
+            there = find_existing_start(request, NAME, here)
             if there is not None:
                 return there
         notes = describe(request).notes
@@ -152,7 +152,7 @@ def is_working_here(run: RunDir) -> bool:
     try:
         return processes.is_locked(run.lock)
     except OSError as error:
-        if error.errno not in processes.NO_LOCKS:
+        if error.errno not in processes.NO_LOCKS_ERRNOS:
             raise
     newest = Ledger.read(run).newest
     return newest is not None and not newest.is_last and newest.is_alive_on(processes.host_name())
@@ -168,20 +168,20 @@ def _is_busy(run: RunDir) -> bool:
     """Return whether a process works on the run. An attempt that has ended, or that a user asked to stop, gets time to exit."""
     began = time.monotonic()
     while is_working_here(run):
-        if time.monotonic() - began > _patience_s(run):
+        if time.monotonic() - began > _exit_patience_s(run):
             return True
         time.sleep(_POLL_S)
     return False
 
 
-def _patience_s(run: RunDir) -> float:
+def _exit_patience_s(run: RunDir) -> float:
     # Read before the ledger: the request is removed after the end of the attempt that obeyed it is recorded.
     is_asked = ask_once(run.stop_request, run.stop_request.exists, unknown=False)
     newest = Ledger.read(run).newest
     if newest is None:
         return 0.0
     if newest.ending is not None or not newest.is_alive_on(processes.host_name()):
-        return VANISH_PATIENCE_S
+        return PROCESS_EXIT_PATIENCE_S
     return STOP_PATIENCE_S if is_asked else 0.0
 
 
@@ -191,7 +191,7 @@ def start_guardian(
     """Start the supervisor's guardian in a session of its own, so that both outlive this terminal; in `place`, or else here."""
     with open_private(run.console, "ab") as console:
         guardian = subprocess.Popen(
-            [*supervisor_argv(run), *(f"--import-path={path}" for path in import_paths)],
+            [*guardian_argv(run), *(f"--import-path={path}" for path in import_paths)],
             stdin=subprocess.DEVNULL,
             stdout=console,
             stderr=console,
@@ -250,7 +250,7 @@ def _await_training(run: RunDir, attempt: int, guardian: subprocess.Popen[bytes]
 def wait(run: RunDir, attempt: int, environ: Mapping[str, str]) -> Attempt:
     """Return the last attempt, of those from `attempt` on, once it has ended and no other follows."""
     del environ
-    files = poll_files.LastRead()
+    files = poll_files.ReadCache()
     saves = poll_files.SaveWatch(run, attempt, files)
     while True:
         is_alive = await_answer(str(run.lock), lambda: is_working_here(run))
@@ -260,7 +260,7 @@ def wait(run: RunDir, attempt: int, environ: Mapping[str, str]) -> Attempt:
         if not is_alive:
             raise WorkerError(_unknown_end_message(run, attempt if newest is None else max(attempt, newest.attempt)))
         saves.warn_of_failures()
-        poll_files.await_news(newest)
+        poll_files.await_next_poll(newest)
 
 
 def _unknown_end_message(run: RunDir, attempt: int) -> str:
@@ -289,7 +289,7 @@ def cancel(run: RunDir, environ: Mapping[str, str]) -> str:
     """End the run at once, without a checkpoint; return a message for the user."""
     del environ
     is_known = False
-    deadline = time.monotonic() + VANISH_PATIENCE_S
+    deadline = time.monotonic() + PROCESS_EXIT_PATIENCE_S
     while is_working_here(run) and time.monotonic() < deadline:
         newest = Ledger.read(run).newest
         if newest is not None:
@@ -320,7 +320,7 @@ def _end_attempt(run: RunDir, attempt: Attempt) -> None:
         if not attempt.is_alive_on(here):
             raise
         # The guardian goes by what is written down, so it would start another supervisor.
-        processes.kill([*_guardian_of(attempt.pid), attempt.pid])
+        processes.kill([*_guardian_pids(attempt.pid), attempt.pid])
         raise DdpHpcError(
             f"{run.name} was killed, but that the user cancelled it could not be written to {run.attempts}: {error.strerror}. "
             "`ddp-hpc status` shows another reason for its end. Free some space there before you submit it again."
@@ -329,7 +329,7 @@ def _end_attempt(run: RunDir, attempt: Attempt) -> None:
         processes.kill([attempt.pid])
 
 
-def _guardian_of(pid: int) -> list[int]:
+def _guardian_pids(pid: int) -> list[int]:
     """Return the process that would start the supervisor `pid` again; none where its parent is something else."""
     with suppress(psutil.Error):
         parent = psutil.Process(pid).parent()

@@ -16,12 +16,12 @@ from ddp_hpc.run.run_dir.ledger import Ledger
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import QueuedJob, read_queued_job
 
-_SAFE_AFTER_S = 2
+_SAFE_START_DELAY_S = 2
 """A node that is given a job in the very second in which its former start was ended takes it for that one, and does not
 launch it: then Slurm fails the job for good (measured: 22.05, "Job credential revoked"). So Slurm holds requeued ones back."""
 _NODES_GONE_REASONS = ("ReqNodeNotAvail", "BadConstraints")
 """Why a job waits where those of its nodes are gone that it does not exclude: nodes of another kind are left, or none."""
-_LAUNCH_FAILED = "launch_failed_requeued_held"
+_LAUNCH_HELD = "launch_failed_requeued_held"
 
 
 def hasten(run: RunDir, environ: Mapping[str, str]) -> bool:
@@ -37,7 +37,7 @@ def hasten(run: RunDir, environ: Mapping[str, str]) -> bool:
         job = None if queued is None else client.job(queued.job_id, environ)
         if queued is None or job is None:
             return False
-        is_held = states.parse_state(job.state) == "pending" and job.reason.lower().replace(" ", "_") == _LAUNCH_FAILED
+        is_held = states.parse_state(job.state) == "pending" and job.reason.lower().replace(" ", "_") == _LAUNCH_HELD
         if is_held:
             client.release(queued.job_id, environ)
             return True
@@ -57,11 +57,11 @@ def hasten(run: RunDir, environ: Mapping[str, str]) -> bool:
     except (ConfigError, SlurmUnavailableError):
         return False
     if not change:
-        require_start(run, job.job_id, job.reason)
+        require_startable(run, job.job_id, job.reason)
     return bool(change)
 
 
-def require_start(run: RunDir, job_id: str | None, reason: str) -> None:
+def require_startable(run: RunDir, job_id: str | None, reason: str) -> None:
     """Check that a job that a command waits for may start, by Slurm's reason or what it means.
 
     Raises:
@@ -80,8 +80,8 @@ def changes_to_start(queued: QueuedJob, job: JobRecord, now: float) -> dict[str,
     if queued.attempt == queued.since or states.parse_state(job.state) != "pending" or job.reason != "BeginTime":
         return {}
     wait_s = float("inf") if job.eligible_at is None else job.eligible_at - now
-    if wait_s > _SAFE_AFTER_S:
-        return {"StartTime": f"now+{_SAFE_AFTER_S}"}
+    if wait_s > _SAFE_START_DELAY_S:
+        return {"StartTime": f"now+{_SAFE_START_DELAY_S}"}
     return {"StartTime": "now"} if wait_s < 0 else {}
 
 

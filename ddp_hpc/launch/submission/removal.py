@@ -12,7 +12,7 @@ from ddp_hpc.base import processes
 from ddp_hpc.base.durable import fsync_path
 from ddp_hpc.base.errors import ConfigError, RunBusyError
 from ddp_hpc.launch.submission.backend import backends_of
-from ddp_hpc.launch.submission.run_dir_setup import VANISH_PATIENCE_S
+from ddp_hpc.launch.submission.run_dir_setup import PROCESS_EXIT_PATIENCE_S
 from ddp_hpc.run.run_dir.ledger import Ledger
 from ddp_hpc.run.run_dir.paths import RunDir
 
@@ -84,7 +84,7 @@ def _lock_idle_run(run: RunDir, environ: Mapping[str, str]) -> Iterator[None]:
         )
     newest = Ledger.read(run).newest
     is_over = newest is not None and newest.ending is not None
-    lock_fd = processes.take_lock(run.lock, patience_s=VANISH_PATIENCE_S if is_over else 0.0)
+    lock_fd = processes.take_lock(run.lock, patience_s=PROCESS_EXIT_PATIENCE_S if is_over else 0.0)
     if lock_fd is None:
         raise RunBusyError(
             f"{run.name} is running on this machine, so it cannot be deleted or renamed. Stop it first: `ddp-hpc cancel {run.word}`."

@@ -15,7 +15,7 @@ from pathlib import Path
 from ddp_hpc.base import processes
 from ddp_hpc.base.durable import fsync_path, make_directories, make_directory, replace_text
 from ddp_hpc.base.errors import ConfigError, RunBusyError
-from ddp_hpc.base.leftovers import name_beside
+from ddp_hpc.base.leftovers import scratch_dir_path
 from ddp_hpc.launch.submission.backend import Submission, find_job_elsewhere
 from ddp_hpc.launch.submission.request import SubmitRequest
 from ddp_hpc.run.config.resolve import Resolved, render_resolved
@@ -26,7 +26,7 @@ from ddp_hpc.run.run_dir.write_permissions import refuse_strangers_dir
 from ddp_hpc.run.spec import RunSpec
 from ddp_hpc.run.workload.table import workload_of
 
-VANISH_PATIENCE_S = 10.0
+PROCESS_EXIT_PATIENCE_S = 10.0
 """How long the processes of an attempt that is over may take to vanish."""
 
 
@@ -60,10 +60,10 @@ def refuse_unusable_place(run: RunDir) -> None:
 
 def check_settings(spec: RunSpec, path: Path, environ: Mapping[str, str]) -> list[str]:
     """Refuse settings that no back end can start, before anything is made at `path`; return notes on others."""
-    if not spec.own_environment:  # else workers may have the packages that this Python lacks: rank zero looks
+    if not spec.environment_key:  # else workers may have the packages that this Python lacks: rank zero looks
         spec.log.require_recorders()
-    refuse_several_torchruns(spec)
-    notes = [*note_on_parents(path)]
+    refuse_torchrun_per_worker(spec)
+    notes = [*notes_on_writable_parents(path)]
     program, search_path = next(iter(spec.notify.command), None), spec.env.get("PATH", environ.get("PATH"))
     if program is not None and shutil.which(program, path=search_path) is None:
         notes.append(
@@ -72,7 +72,7 @@ def check_settings(spec: RunSpec, path: Path, environ: Mapping[str, str]) -> lis
     return notes
 
 
-def refuse_several_torchruns(spec: RunSpec) -> None:
+def refuse_torchrun_per_worker(spec: RunSpec) -> None:
     """Refuse several workers a node that would each start a torchrun of its own, so also where all of these meet at one place."""
     if not spec.script.is_set or spec.resources.local_world_size == 1:
         return
@@ -89,7 +89,7 @@ def refuse_several_torchruns(spec: RunSpec) -> None:
 def make_run_dir(run: RunDir, resolved_text: str, *, is_new: bool) -> None:
     """Make the run's directory by one rename, or renew its configuration."""
     if is_new:
-        processes.release_lock(_make_locked(run, resolved_text))
+        processes.release_lock(_make_locked_dir(run, resolved_text))
         return
     try:
         refuse_strangers_dir(run.path)
@@ -100,16 +100,16 @@ def make_run_dir(run: RunDir, resolved_text: str, *, is_new: bool) -> None:
         raise _unwritable_error(run, error, is_new=False) from error
 
 
-def _make_locked(run: RunDir, resolved_text: str) -> int:
+def _make_locked_dir(run: RunDir, resolved_text: str) -> int:
     """Make a new run's directory by one rename, of which only this process may submit the run; return its lock."""
     try:
         make_directories(run.path.parent)
-        beside = RunDir(name_beside(run.path))
+        beside = RunDir(scratch_dir_path(run.path))
         beside.path.mkdir(mode=0o700)
         try:
             replace_text(beside.config, resolved_text, is_secret=True)
             make_directory(beside.console.parent)
-            return _rename_locked(beside, run)
+            return _lock_and_rename(beside, run)
         except OSError as error:
             shutil.rmtree(beside.path, ignore_errors=True)
             if error.errno in {errno.ENOTEMPTY, errno.EEXIST}:
@@ -122,7 +122,7 @@ def _make_locked(run: RunDir, resolved_text: str) -> int:
         raise _unwritable_error(run, error, is_new=True) from error
 
 
-def _rename_locked(beside: RunDir, run: RunDir) -> int:
+def _lock_and_rename(beside: RunDir, run: RunDir) -> int:
     lock_fd = processes.take_lock(beside.submission_lock)
     assert lock_fd is not None  # noqa: S101  nobody else knows that file
     try:
@@ -133,7 +133,7 @@ def _rename_locked(beside: RunDir, run: RunDir) -> int:
         if not isinstance(error, PermissionError):
             raise
         beside.path.rename(run.path)  # SMB renames no directory that has an open file in it
-        return _submission_lock(run, 0.0)
+        return _take_submission_lock(run, 0.0)
     return lock_fd
 
 
@@ -154,7 +154,7 @@ class SubmissionLock:
         """Make the run's directory, or renew its configuration."""
         run, text = self.run, render_resolved(resolved)
         if self.is_new:
-            self.lock_fd = _make_locked(run, text)
+            self.lock_fd = _make_locked_dir(run, text)
             return
         files = (run.config, run.job_script, run.done, run.gave_up, run.stop_request)
         code = str(run.snapshot.readlink()) if run.snapshot.is_symlink() else None
@@ -164,7 +164,7 @@ class SubmissionLock:
 
 
 @contextmanager
-def submitting_alone(run: RunDir, *, patience_s: float) -> Iterator[SubmissionLock]:
+def lock_submission(run: RunDir, *, patience_s: float) -> Iterator[SubmissionLock]:
     """Let one process at a time submit a run: two that find it idle would start it twice.
 
     After an error, nothing is left of a new run that was not started; another one is left as it was.
@@ -173,7 +173,7 @@ def submitting_alone(run: RunDir, *, patience_s: float) -> Iterator[SubmissionLo
     claim = SubmissionLock(run, None, is_new=not run.config.exists())
     if not claim.is_new:
         refuse_strangers_dir(run.path)  # first: the owner of the directory could hold the lock, or replace it by a link
-        claim.lock_fd = _submission_lock(run, patience_s)
+        claim.lock_fd = _take_submission_lock(run, patience_s)
     try:
         yield claim
     except BaseException:
@@ -195,7 +195,7 @@ def submitting_alone(run: RunDir, *, patience_s: float) -> Iterator[SubmissionLo
             processes.release_lock(claim.lock_fd)
 
 
-def find_start(request: SubmitRequest, backend: str, here: Submission | None) -> Submission | None:
+def find_existing_start(request: SubmitRequest, backend: str, here: Submission | None) -> Submission | None:
     """Return why no new start is needed: the run waits or runs, `here` in this back end or in another one, or has finished."""
     run = request.run
     there = here or find_job_elsewhere(run, backend, request.environ)
@@ -204,7 +204,7 @@ def find_start(request: SubmitRequest, backend: str, here: Submission | None) ->
     return there
 
 
-def _submission_lock(run: RunDir, patience_s: float) -> int:
+def _take_submission_lock(run: RunDir, patience_s: float) -> int:
     try:
         lock_fd = processes.take_lock(run.submission_lock, patience_s=patience_s)
     except FileNotFoundError as error:
@@ -241,7 +241,7 @@ def _unwritable_error(run: RunDir, error: OSError, *, is_new: bool) -> ConfigErr
     )
 
 
-def note_on_parents(path: Path) -> Iterator[str]:
+def notes_on_writable_parents(path: Path) -> Iterator[str]:
     """Yield a note for each parent in which any user could replace the run's directory, even though that directory is closed."""
     for folder in path.resolve().parents:
         mode = folder.stat().st_mode if folder.exists() else 0

@@ -20,23 +20,23 @@ from ddp_hpc.cluster.slurm.allocation import claimed_job_id
 from ddp_hpc.cluster.slurm.exclude_nodes import nodes_to_exclude
 from ddp_hpc.launch.render import render
 from ddp_hpc.launch.submission import release_hold
-from ddp_hpc.launch.submission.allocate import SENT_PREFIX, allocate
-from ddp_hpc.launch.submission.backend import Description, Submission
+from ddp_hpc.launch.submission.allocate import SENT_SCRIPT_PREFIX, submit_job_script
+from ddp_hpc.launch.submission.backend import Submission, SubmissionPlan
 from ddp_hpc.launch.submission.request import SubmitRequest
 from ddp_hpc.launch.submission.run_dir_setup import (
     SubmissionLock,
     check_settings,
-    find_start,
+    find_existing_start,
+    lock_submission,
     refuse_unusable_place,
-    submitting_alone,
 )
 from ddp_hpc.launch.submission.snapshot import (
     code_top,
-    editable_dirs,
     note_on_live_code,
     notes_on_copy,
     path_in_snapshot,
     take_snapshot,
+    writable_import_dirs,
 )
 from ddp_hpc.launch.submission.submit_checks import capacity
 from ddp_hpc.launch.submission.submit_checks.image import image_notes
@@ -55,12 +55,12 @@ from ddp_hpc.run.run_dir.records import (
 )
 from ddp_hpc.run.spec import RunSpec
 from ddp_hpc.run.workload.protocol import UsersCode
-from ddp_hpc.run.workload.script_progress import find_saved_files, fixed_folder
+from ddp_hpc.run.workload.script_progress import find_saved_files, pattern_root
 from ddp_hpc.run.workload.table import workload_of
 
 NAME = "slurm"
 HAS_QUEUE = True
-_ASK_S = (2.0, 30.0)
+_ASK_PAUSES_S = (2.0, 30.0)
 """How long to wait between questions to Slurm, at first and at most."""
 _SUBMISSION_PATIENCE_S = 60.0
 """How long another process may take to submit the run."""
@@ -70,11 +70,11 @@ _cluster_names: dict[str, str] = {}
 """PATH -> the ClusterName of the Slurm whose commands are there; asked for once, as a sweep may have a thousand points."""
 
 
-def describe(request: SubmitRequest) -> Description:
+def describe(request: SubmitRequest) -> SubmissionPlan:
     """Return what `submit` would do: the very text that sbatch would get. Make nothing."""
     refuse_unusable_place(request.run)
     script, notes = _job_script(request)
-    return Description(
+    return SubmissionPlan(
         script=script,
         notes=[*_note_on_own_job(request.environ), *check_dry_run(request, script), *notes],
         command=["sbatch", str(request.run.job_script)],
@@ -105,7 +105,7 @@ def check_submission(request: SubmitRequest, points: Sequence[RunSpec] = ()) -> 
             raise ConfigError(
                 f"The job would import the code from {place}, but Python reads a `{os.pathsep}` in that path as its end. Rename that directory."
             )
-    notes = [*check_settings(spec, path, environ), *capacity.notes_on_setup(spec)]
+    notes = [*check_settings(spec, path, environ), *capacity.notes_on_setup_files(spec)]
     notes += image_notes(spec, request.run, job_import_paths(request), environ, is_for_slurm=True)
     return [*notes, *check_users_part(points or [spec], _users_code(request), environ)]
 
@@ -115,11 +115,11 @@ def check_dry_run(request: SubmitRequest, script: str, points: Sequence[RunSpec]
     if not client.is_here(request.environ):
         unasked = "note: this host has no Slurm, so ddp-hpc could not check whether the cluster accepts the job"
         return [*check_submission(request, points), unasked]
-    capacity.refuse_private_place(request.run.path)
+    capacity.refuse_node_local_path(request.run.path)
     with tempfile.TemporaryDirectory(prefix="ddp-hpc-") as folder:
         replace_text(Path(folder) / "job.sbatch", script)
         questions = capacity.SlurmQuestions(request.environ)
-        questions.ask_about(Path(folder) / "job.sbatch")
+        questions.ask_about_script(Path(folder) / "job.sbatch")
         notes = check_submission(request, points)
         try:
             return [*notes, *questions.wait_for_notes(request.spec, request.run)]
@@ -138,7 +138,7 @@ def _note_on_own_job(environ: Mapping[str, str]) -> Iterator[str]:
 
 def prepare(request: SubmitRequest) -> list[str]:
     """Make the run directory with everything the job needs; return what the user should know."""
-    with submitting_alone(request.run, patience_s=_SUBMISSION_PATIENCE_S) as claim:
+    with lock_submission(request.run, patience_s=_SUBMISSION_PATIENCE_S) as claim:
         notes = _fill_run_dir(request, claim)
         claim.is_to_stay = True
     return notes
@@ -147,18 +147,18 @@ def prepare(request: SubmitRequest) -> list[str]:
 def submit(request: SubmitRequest) -> Submission:
     """Put the run into Slurm's queue, or say that it is there, runs, or has finished."""
     run, spec, environ = request.run, request.spec, request.environ
-    with submitting_alone(run, patience_s=_SUBMISSION_PATIENCE_S) as claim:
+    with lock_submission(run, patience_s=_SUBMISSION_PATIENCE_S) as claim:
         client.require("sbatch", environ)
-        if not claim.is_new and (there := find_start(request, NAME, find_job(run, environ))):
+        if not claim.is_new and (there := find_existing_start(request, NAME, find_job(run, environ))):
             return there
         questions = capacity.SlurmQuestions(environ)
         notes = [*_note_on_own_job(environ), *_fill_run_dir(request, claim)]
-        questions.ask_about(run.job_script)
+        questions.ask_about_script(run.job_script)
         notes += questions.wait_for_notes(spec, run)
         attempt, cluster = ownership.next_attempt(run), questions.config().name
         claim.is_to_stay = True  # first: whatever interrupts sbatch, Slurm may have the job
         try:
-            job_id = allocate(run, environ)
+            job_id = submit_job_script(run, environ)
         except ConfigError as error:
             claim.is_to_stay = False
             raise questions.refusal(error.printed, spec) if isinstance(error, SlurmRefusalError) else error from error
@@ -172,7 +172,7 @@ def submit(request: SubmitRequest) -> Submission:
 def _fill_run_dir(request: SubmitRequest, claim: SubmissionLock) -> list[str]:
     """Check what can be checked; then make or renew the run directory, with the frozen code and the job script. Return notes."""
     script, notes = _job_script(request)
-    capacity.refuse_private_place(request.run.path)
+    capacity.refuse_node_local_path(request.run.path)
     notes = [*check_submission(request), *notes]
     claim.write(request.resolved)
     notes += freeze_code(request, request.run)
@@ -196,9 +196,9 @@ def _newest_job(run: RunDir, environ: Mapping[str, str]) -> QueuedJob | None:
     """Return the newest job that was submitted for the run, also where the answer of its sbatch was lost: then Slurm is asked."""
     job = read_queued_job(run)
     # Those that were answered are links by now.
-    if all(path.is_symlink() for path in run.submitit.glob(f"{SENT_PREFIX}*")) or not client.is_here(environ):
+    if all(path.is_symlink() for path in run.submitit.glob(f"{SENT_SCRIPT_PREFIX}*")) or not client.is_here(environ):
         return job
-    lost = client.newest_of_script(run.submitit, f"/{SENT_PREFIX}", environ, but={job.job_id} if job else ())
+    lost = client.newest_job_of_script(run.submitit, f"/{SENT_SCRIPT_PREFIX}", environ, but={job.job_id} if job else ())
     if lost is not None:
         begun = (one.attempt for one in Ledger.read(run).attempts if one.job_id == lost)
         job = _record_job(run, lost, next(begun, ownership.next_attempt(run)), client.config(environ).name)
@@ -265,7 +265,7 @@ def job_import_paths(request: SubmitRequest) -> list[Path]:
     if not spec.snapshot.enabled:
         return [code.directory]
     top = code_top(code.directory)
-    others = [path for path in editable_dirs({**request.environ, **spec.environ}) if path.is_relative_to(top)]
+    others = [path for path in writable_import_dirs({**request.environ, **spec.environ}) if path.is_relative_to(top)]
     return list(dict.fromkeys(path_in_snapshot(request.run, top, path) for path in [code.directory, *others]))
 
 
@@ -275,7 +275,7 @@ def _users_code(request: SubmitRequest) -> UsersCode | None:
     code, first = workload.users_code(request.import_paths), next(iter(request.import_paths), None)
     if code is not None or first is None:
         return code
-    code = workload.users_code(editable_dirs({**request.environ, **request.spec.environ}))
+    code = workload.users_code(writable_import_dirs({**request.environ, **request.spec.environ}))
     if code is None or not code.directory.is_relative_to(code_top(first)):
         return None
     # Python looks in the first path before.
@@ -287,7 +287,7 @@ def freeze_code(request: SubmitRequest, run: RunDir) -> list[str]:
     spec, code = request.spec, _users_code(request)
     if not spec.snapshot.enabled:
         return []
-    editable = editable_dirs({**request.environ, **spec.environ})
+    editable = writable_import_dirs({**request.environ, **spec.environ})
     if code is None:
         elsewhere = workload_of(spec).users_code(editable)
         return [] if elsewhere is None else [note_on_live_code([elsewhere.directory])]
@@ -295,7 +295,7 @@ def freeze_code(request: SubmitRequest, run: RunDir) -> list[str]:
     notes: list[str] = []
     if (pattern := spec.script.progress) is not None:
         saved = [Path(path).resolve() for path in find_saved_files(pattern, Path.cwd())]
-        folder = fixed_folder(pattern, Path.cwd()).resolve()
+        folder = pattern_root(pattern, Path.cwd()).resolve()
         if folder.is_relative_to(code_top(code.directory)):
             make_directories(folder)  # its link leads the files to where the pattern has them
             if folder.is_relative_to(run.path.parent.resolve()):  # of which a copy shows nothing: it would hold itself
@@ -321,7 +321,7 @@ def wait(run: RunDir, attempt: int, environ: Mapping[str, str]) -> Attempt:
     Raises:
         WorkerError: where the job will not start; or Slurm no longer has it, and it wrote nothing to the run's directory.
     """
-    (pause, longest), files = _ASK_S, poll_files.LastRead()
+    (pause, longest), files = _ASK_PAUSES_S, poll_files.ReadCache()
     asked_at, seen, saves, told = time.monotonic(), _queued_job(run), poll_files.SaveWatch(run, attempt, files), ""
     while True:
         newest = poll_files.newest_attempt(run, files)
@@ -329,7 +329,7 @@ def wait(run: RunDir, attempt: int, environ: Mapping[str, str]) -> Attempt:
             return newest
         queued = _queued_job(run)
         if queued != seen:
-            (pause, _), seen = _ASK_S, queued
+            (pause, _), seen = _ASK_PAUSES_S, queued
         if queued is not None and time.monotonic() - asked_at > pause:
             asked_at, pause = time.monotonic(), min(pause * 1.5, longest)
             held = _require_alive(run, attempt, queued, environ)
@@ -337,7 +337,7 @@ def wait(run: RunDir, attempt: int, environ: Mapping[str, str]) -> Attempt:
                 sys.stderr.write(f"note: job {queued.job_id} of {run.name} waits: {held}\n")
             told = held
         saves.warn_of_failures()
-        poll_files.await_news(newest)
+        poll_files.await_next_poll(newest)
 
 
 def _queued_job(run: RunDir) -> QueuedJob | None:
@@ -355,10 +355,10 @@ def _require_alive(run: RunDir, attempt: int, queued: QueuedJob, environ: Mappin
     except SlurmUnavailableError:
         return ""  # Slurm may answer again soon; the job continues meanwhile
     if job is not None:
-        release_hold.require_start(run, job.job_id, job.reason)
+        release_hold.require_startable(run, job.job_id, job.reason)
         if not states.has_ended(job.state):
             return states.explain_reason(job.reason) if states.is_held(job.reason) else ""
-    newest = poll_files.newest_attempt(run, poll_files.LastRead())
+    newest = poll_files.newest_attempt(run, poll_files.ReadCache())
     has_ended = newest is not None and newest.attempt >= attempt and newest.is_last
     if has_ended or _queued_job(run) != queued:
         return ""

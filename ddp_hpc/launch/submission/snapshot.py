@@ -24,17 +24,17 @@ from typing import Any
 
 from ddp_hpc.base.durable import fsync_path, make_directories, read_json, reader_bits, replace_text, scratch_path
 from ddp_hpc.base.errors import ConfigError
-from ddp_hpc.base.names import few
+from ddp_hpc.base.names import shorten_names
 from ddp_hpc.cluster.containers import PACKAGE_DIR
 from ddp_hpc.run.run_dir.paths import RunDir
 
-LIST_NAME = ".ddp_hpc-snapshot.json"
+LIST_FILE_NAME = ".ddp_hpc-snapshot.json"
 """The file in a copy that lists what was copied, and from where."""
-_NOT_OUTPUT = frozenset({"__pycache__", LIST_NAME})
-_NUM_NAMED = 5
+_NON_OUTPUT_NAMES = frozenset({"__pycache__", LIST_FILE_NAME})
+_MOST_NAMES_SHOWN = 5
 _MOST_LINKS = 1000
 """The most links in one directory of a copy."""
-_NOT_CODE = frozenset({"__pycache__", "node_modules"})
+_NON_CODE_DIRS = frozenset({"__pycache__", "node_modules"})
 _READ_ONLY_MODE = 0o500
 
 
@@ -56,8 +56,8 @@ class Snapshot:
     """Where the code was copied from: that of the copy before, if that is another place, and this."""
 
 
-_File = dict[str, Any]
-"""An entry of `LIST_NAME`: a file's name below the source, its size and digest, and for a link where it leads in the copy."""
+_FileEntry = dict[str, Any]
+"""An entry of `LIST_FILE_NAME`: a file's name below the source, its size and digest, and for a link where it leads in the copy."""
 
 
 def path_in_snapshot(run: RunDir, top: Path, folder: Path) -> Path:
@@ -96,7 +96,7 @@ def take_snapshot(
         names = [file["name"] for file in files]
         written = _link_earlier_outputs(run.snapshot, target, names)
         not_shown = _link_rest(source, target, names, hidden)
-        lists = filter(None, [read_json(path / LIST_NAME) for path in (run.snapshot, target)])
+        lists = filter(None, [read_json(path / LIST_FILE_NAME) for path in (run.snapshot, target)])
         sources = [*dict.fromkeys(one["source"] for one in lists)]
         beside = scratch_path(run.snapshot)
         beside.symlink_to(target.relative_to(run.path))
@@ -109,7 +109,7 @@ def take_snapshot(
     return Snapshot(target, source, len(files), size, commit, written, not_shown, sources)
 
 
-def editable_dirs(environ: Mapping[str, str]) -> list[Path]:
+def writable_import_dirs(environ: Mapping[str, str]) -> list[Path]:
     """Return the directories beside the run's that workers import from, and whose code this user may edit while the job waits.
 
     They are entries of PYTHONPATH, and packages that are installed editable.
@@ -142,7 +142,7 @@ def notes_on_copy(copy: Snapshot, run: RunDir, outside: Sequence[Path]) -> Itera
         )
     if copy.written:
         yield (
-            f"note: earlier jobs wrote {few(copy.written, _NUM_NAMED)} into the copy of the code ({run.snapshot}), and the next job finds "
+            f"note: earlier jobs wrote {shorten_names(copy.written, _MOST_NAMES_SHOWN)} into the copy of the code ({run.snapshot}), and the next job finds "
             f"it there. To have it in {copy.source}, move it there, or set `snapshot.enabled=false`."
         )
     for folder in copy.not_shown:
@@ -157,7 +157,7 @@ def notes_on_copy(copy: Snapshot, run: RunDir, outside: Sequence[Path]) -> Itera
 def note_on_live_code(folders: Sequence[Path]) -> str:
     """Return what to expect of code that the work tree does not hold."""
     return (
-        f"note: ddp-hpc does not copy {few([str(folder) for folder in folders], _NUM_NAMED)} (PYTHONPATH, or packages that are installed editable), so each job "
+        f"note: ddp-hpc does not copy {shorten_names([str(folder) for folder in folders], _MOST_NAMES_SHOWN)} (PYTHONPATH, or packages that are installed editable), so each job "
         "imports that code as it is when the job starts."
     )
 
@@ -169,13 +169,13 @@ def _folders_of(names: Iterable[str]) -> set[str]:
 
 def outputs_in_copy(copy: Path) -> Iterator[str]:
     """Yield what jobs have written into a copy, beside the files of the code, also where an older copy holds it."""
-    names = {file["name"] for file in (read_json(copy / LIST_NAME) or {"files": []})["files"]}
+    names = {file["name"] for file in (read_json(copy / LIST_FILE_NAME) or {"files": []})["files"]}
     folders = _folders_of(names)
     for folder in sorted(folders):
         for entry in os.scandir(copy / folder) if (copy / folder).is_dir() else ():
             name = os.path.normpath(Path(folder, entry.name))
             is_of_work_tree = entry.is_symlink() and Path(entry).readlink().is_absolute()
-            if not (name in names or name in folders or entry.name in _NOT_OUTPUT or is_of_work_tree):
+            if not (name in names or name in folders or entry.name in _NON_OUTPUT_NAMES or is_of_work_tree):
                 yield name
 
 
@@ -207,7 +207,7 @@ def _link_rest(source: Path, target: Path, names: Sequence[str], hidden: set[Pat
                     Path(entry)
                     for entry in entries
                     if os.path.normpath(Path(folder, entry.name)) not in known
-                    and entry.name not in _NOT_OUTPUT
+                    and entry.name not in _NON_OUTPUT_NAMES
                     and not any(path.is_relative_to(entry) for path in hidden)
                     and (entry.is_dir() or entry.is_file())
                 )
@@ -276,7 +276,7 @@ def _walk_files(top: Path) -> Iterator[str]:
         kept = [
             name
             for name in folders
-            if not (name.startswith(".") or name in _NOT_CODE or (Path(folder) / name / "pyvenv.cfg").exists())
+            if not (name.startswith(".") or name in _NON_CODE_DIRS or (Path(folder) / name / "pyvenv.cfg").exists())
         ]
         links = [name for name in kept if (Path(folder) / name).is_symlink()]
         folders[:] = [name for name in kept if name not in links]
@@ -291,7 +291,7 @@ def _refuse_large(source: Path, names: Sequence[str], max_bytes: int) -> None:
     total = sum(sizes.values())
     if total <= max_bytes:
         return
-    biggest = sorted(sizes, key=lambda name: -sizes[name])[:_NUM_NAMED]
+    biggest = sorted(sizes, key=lambda name: -sizes[name])[:_MOST_NAMES_SHOWN]
     told = ", ".join(f"{name} ({sizes[name] / 1e6:.1f} MB)" for name in biggest)
     raise ConfigError(
         f"The code in {source} is {total / 1e6:.1f} MB, and `snapshot.max_mb` is {max_bytes // 10**6}. The largest: {told}. "
@@ -303,12 +303,12 @@ def _is_there(path: Path) -> bool:
     return path.is_symlink() or path.is_file()  # git lists what was deleted, and what is a pipe by now
 
 
-def _file_entry(source: Path, name: str) -> _File:
+def _file_entry(source: Path, name: str) -> _FileEntry:
     import xxhash
 
     path = source / name
     if path.is_symlink():
-        return {"name": name, "size": 0, "link_to": _link_in_copy(source, path), "digest": ""}
+        return {"name": name, "size": 0, "link_to": _link_target_in_copy(source, path), "digest": ""}
     digest, size = xxhash.xxh3_128(), 0
     with path.open("rb") as file:
         while block := file.read(1 << 20):
@@ -318,7 +318,7 @@ def _file_entry(source: Path, name: str) -> _File:
     return {"name": name, "size": size, "link_to": None, "digest": mode + digest.hexdigest()}
 
 
-def _link_in_copy(source: Path, link: Path) -> str:
+def _link_target_in_copy(source: Path, link: Path) -> str:
     """Return where a link leads in the copy: to the copy of a file of the code; out of the code, to where it led before."""
     text = link.readlink()
     leads_to = Path(os.path.normpath(link.parent / text))
@@ -327,7 +327,7 @@ def _link_in_copy(source: Path, link: Path) -> str:
     return os.path.relpath(leads_to, link.parent) if text.is_absolute() else str(leads_to)
 
 
-def _publish(source: Path, files: Sequence[_File], target: Path, about: dict[str, object]) -> None:
+def _publish(source: Path, files: Sequence[_FileEntry], target: Path, about: dict[str, object]) -> None:
     """Copy beside, write the manifest last, rename; leftovers of killed writers are swept first.
 
     A copy that is there gets what it lacks, where a purge of old files has taken some; jobs may write beside them.
@@ -341,10 +341,10 @@ def _publish(source: Path, files: Sequence[_File], target: Path, about: dict[str
         for file in files:
             if not os.path.lexists(into / file["name"]):
                 _copy(source / file["name"], into / file["name"], file["link_to"])
-        if not (into / LIST_NAME).exists():
+        if not (into / LIST_FILE_NAME).exists():
             manifest = {"version": 1, "taken_at": time.time(), **about, "files": files}
             make_directories(into)
-            replace_text(into / LIST_NAME, json.dumps(manifest, indent=1))
+            replace_text(into / LIST_FILE_NAME, json.dumps(manifest, indent=1))
         if into == beside:
             beside.rename(target)
             fsync_path(target.parent)
@@ -362,19 +362,19 @@ def _copy(source: Path, target: Path, link_to: str | None) -> None:
     target.chmod(target.stat().st_mode & (_READ_ONLY_MODE | reader_bits(target.parent)))
 
 
-_REDIRECTING_VARIABLES = (
+_GIT_REDIRECT_VARIABLES = (
     *("GIT_DIR", "GIT_WORK_TREE", "GIT_IMPLICIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_COMMON_DIR", "GIT_OBJECT_DIRECTORY"),
     *("GIT_ALTERNATE_OBJECT_DIRECTORIES", "GIT_NAMESPACE", "GIT_PREFIX", "GIT_SHALLOW_FILE", "GIT_GRAFT_FILE"),
     *("GIT_CONFIG", "GIT_CONFIG_PARAMETERS", "GIT_TRACE", "GIT_EXTERNAL_DIFF", "GIT_LITERAL_PATHSPECS"),
 )
 """Variables that direct git to another repository: git sets them for its hooks and for the processes that a hook starts."""
-_NO_COMMANDS_OPTIONS = (
+_GIT_SAFETY_OPTIONS = (
     *("-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null", "-c", "core.alternateRefsCommand="),
 )
 """A repository's own configuration can name commands; a copy of its code must not run them."""
 
-_NO_WORK_TREE = re.compile(r"not a git repository \(or any|must be run in a work tree")
-_NO_PROGRAM_CODE = 127
+_NO_WORK_TREE_PATTERN = re.compile(r"not a git repository \(or any|must be run in a work tree")
+_NOT_FOUND_EXIT_CODE = 127
 
 
 def _git(folder: Path, *words: str, may_fail: bool = False) -> str | None:
@@ -388,17 +388,17 @@ def _git(folder: Path, *words: str, may_fail: bool = False) -> str | None:
     # A user's own directory may lie below another user's repository, and be no part of it.
     may_fail = may_fail or folder.stat().st_uid != top.stat().st_uid
     # None of the commands that are asked here reads files through filters, as `git status` would.
-    unset = [f"--unset={name}" for name in _REDIRECTING_VARIABLES]
+    unset = [f"--unset={name}" for name in _GIT_REDIRECT_VARIABLES]
     argv = [
         *("env", *unset, "GIT_OPTIONAL_LOCKS=0", "GIT_NO_LAZY_FETCH=1", "GIT_ALLOW_PROTOCOL=", "LC_ALL=C"),
-        *("git", "-C", str(folder), *_NO_COMMANDS_OPTIONS, *words),
+        *("git", "-C", str(folder), *_GIT_SAFETY_OPTIONS, *words),
     ]
     try:
         done = subprocess.run(argv, capture_output=True, stdin=subprocess.DEVNULL, check=False)
     except FileNotFoundError:
         return None
     said = done.stderr.decode(errors="replace").strip()
-    if done.returncode not in {0, _NO_PROGRAM_CODE} and not may_fail and not _NO_WORK_TREE.search(said):
+    if done.returncode not in {0, _NOT_FOUND_EXIT_CODE} and not may_fail and not _NO_WORK_TREE_PATTERN.search(said):
         raise ConfigError(
             f"The job's copy of the code in {folder} is made of the files that git lists, but git refuses this repository:\n{said}\n"
             "Do what git says and submit again, or set `snapshot.enabled=false`, so that the job imports the code from its own directory."

@@ -14,11 +14,11 @@ from ddp_hpc.base.errors import ConfigError, SlurmBusyError, SlurmRefusalError, 
 from ddp_hpc.base.patience import ask_once, is_there
 from ddp_hpc.cluster.slurm import client
 from ddp_hpc.cluster.slurm.directives import directives
-from ddp_hpc.cluster.slurm.hostlist import as_ranges
+from ddp_hpc.cluster.slurm.hostlist import ranges_text
 from ddp_hpc.cluster.slurm.queries import ClusterConfig
-from ddp_hpc.launch.render import packaged_template, render_template
+from ddp_hpc.launch.render import packaged_template_path, render_template
 from ddp_hpc.launch.submission import slurm
-from ddp_hpc.launch.submission.allocate import allocate_array
+from ddp_hpc.launch.submission.allocate import submit_job_array
 from ddp_hpc.launch.submission.request import SubmitRequest
 from ddp_hpc.launch.submission.submit_checks import capacity
 from ddp_hpc.launch.sweep.point_configs import specs_to_check
@@ -37,7 +37,7 @@ from ddp_hpc.launch.sweep.sweep_dir import (
 from ddp_hpc.run.run_dir.records import QueuedJob
 from ddp_hpc.run.spec import RunSpec
 
-TEMPLATE = "sweep.sbatch.j2"
+TEMPLATE_NAME = "sweep.sbatch.j2"
 DEFAULT_MAX_ARRAY_SIZE = 1001
 """slurm.conf(5), for a controller that does not say."""
 
@@ -54,7 +54,7 @@ def array_script(base: RunSpec, sweep_dir: SweepDir) -> str:
     asked = directives(base, sweep_dir, chdir=Path.cwd(), cpus_per_worker=base.cpus_per_task)
     made = {flag: value for flag, value in asked.items() if flag != "dependency"}
     more = {"python": sys.executable, "base": sweep_dir.base, "sweep": sweep_dir.path}
-    return render_template(packaged_template(TEMPLATE), base, {**made, "output": log}, more)
+    return render_template(packaged_template_path(TEMPLATE_NAME), base, {**made, "output": log}, more)
 
 
 def describe(base: SubmitRequest, points: Sequence[Point]) -> tuple[str, list[str]]:
@@ -74,13 +74,13 @@ def make_for_slurm(
     client.require("sbatch", environ)
     refuse_existing(sweep_dir)
     script = array_script(spec, sweep_dir)
-    capacity.refuse_private_place(sweep_dir.path)
+    capacity.refuse_node_local_path(sweep_dir.path)
     notes = slurm.check_submission(base, specs_to_check(base.resolved, sweep.points, environ))
 
     def fill(beside: SweepDir) -> None:
         """Write the rest into the directory before it has its name: a process that is killed leaves no sweep without it."""
         replace_text(beside.job_script, script)
-        questions.ask_about(beside.job_script)
+        questions.ask_about_script(beside.job_script)
         notes.extend(slurm.freeze_code(base, beside))
         notes.extend(questions.wait_for_notes(spec, beside))
 
@@ -100,7 +100,7 @@ def send_points(
     """
     jobs: dict[str, int] = {}
     size = cluster.max_array_size or DEFAULT_MAX_ARRAY_SIZE
-    users, last = _find_awaited(sweep, environ)
+    users, last = _find_dependencies(sweep, environ)
     # The numbers of an array's tasks end below MaxArraySize: https://slurm.schedmd.com/slurm.conf.html#OPT_MaxArraySize
     for chunk, group in groupby(sorted(numbers), key=lambda number: number // size):
         rest = list(group)
@@ -113,7 +113,7 @@ def send_points(
             try:
                 job_id = _send_array(sweep, sent, _dependency_option(users, last), environ)
             except (SlurmRefusalError, SlurmBusyError) as error:
-                count = _fewer_points(count, fewest, error)
+                count = _reduced_array_size(count, fewest, error)
                 if count < fewest:
                     return jobs, str(error)
                 continue
@@ -122,16 +122,16 @@ def send_points(
     return jobs, ""
 
 
-def _fewer_points(count: int, fewest: int, error: SlurmRefusalError | SlurmBusyError) -> int:
+def _reduced_array_size(count: int, fewest: int, error: SlurmRefusalError | SlurmBusyError) -> int:
     """Return how many points to send where Slurm has not accepted `count` for a limit; fewer than `fewest`: none now."""
     if isinstance(error, SlurmBusyError):  # each try takes as long as sbatch may
         return max(count // 8, fewest) if count > fewest else 0
-    if client.LIMIT.search(error.printed) is None:
+    if client.LIMIT_PATTERN.search(error.printed) is None:
         raise error
     return count // 2
 
 
-def _find_awaited(sweep: Sweep, environ: Mapping[str, str]) -> tuple[str, list[str]]:
+def _find_dependencies(sweep: Sweep, environ: Mapping[str, str]) -> tuple[str, list[str]]:
     """Return the user's dependency, and the arrays that share a limit of points at once with the next one, which waits for them."""
     # A point that has begun shows that the user's dependency was met.
     runs = (sweep.dir.run(sweep.points[number]).config for array in sweep.arrays for number in array.numbers)
@@ -167,17 +167,17 @@ def settle_sent_arrays(sweep_dir: SweepDir, environ: Mapping[str, str]) -> Sweep
     refuse_other_cluster(sweep, environ)
     if sweep.unanswered is None:
         return sweep
-    job_id = _lost_array(sweep, environ)
+    job_id = _lost_array_id(sweep, environ)
     append_record(sweep_dir, **({"refused": True} if job_id is None else {"array": job_id}))
     return read_sweep(sweep_dir)
 
 
-def _lost_array(sweep: Sweep, environ: Mapping[str, str]) -> str | None:
+def _lost_array_id(sweep: Sweep, environ: Mapping[str, str]) -> str | None:
     """Return the newest array in the queue that has this sweep's script and that its ledger does not have; None where there is none."""
     try:
         # By the script's directory, as another sweep or run may have the same name.
         known = {array.job_id for array in sweep.arrays}
-        return client.newest_of_script(sweep.dir.path, "/job.sbatch", environ, but=known)
+        return client.newest_job_of_script(sweep.dir.path, "/job.sbatch", environ, but=known)
     except SlurmUnavailableError as error:
         raise SlurmUnavailableError(
             f"An earlier sbatch for points of {sweep.dir.name} got no answer, so ddp-hpc must ask Slurm whether their jobs exist before it submits "
@@ -204,12 +204,12 @@ def cancel_waiting(sweep: Sweep, environ: Mapping[str, str]) -> None:
 
 def _send_array(sweep: Sweep, sent: SentArray, options: Sequence[str], environ: Mapping[str, str]) -> str:
     """Send one array. A line is written first, so that the next command asks Slurm for an array whose answer is lost."""
-    tasks = as_ranges(number - sent.offset for number in sent.numbers)
+    tasks = ranges_text(number - sent.offset for number in sent.numbers)
     throttle = "" if sweep.at_most is None else f"%{sweep.at_most}"
     sweep_dir, name, count = sweep.dir, sweep.dir.name, len(sent.numbers)
-    append_record(sweep_dir, sending=as_ranges(sent.numbers), offset=sent.offset)
+    append_record(sweep_dir, sending=ranges_text(sent.numbers), offset=sent.offset)
     try:
-        job_id = allocate_array(
+        job_id = submit_job_array(
             sweep_dir.job_script, environ, tasks=f"{tasks}{throttle}", options=options, arguments=[str(sent.offset)]
         )
     except ConfigError:
@@ -218,7 +218,7 @@ def _send_array(sweep: Sweep, sent: SentArray, options: Sequence[str], environ: 
         raise
     except SlurmBusyError:
         # sbatch was ended while it waited or while it asked again, so Slurm may have accepted the array.
-        found = _lost_array(read_sweep(sweep_dir), environ)
+        found = _lost_array_id(read_sweep(sweep_dir), environ)
         if found is None:
             append_record(sweep_dir, refused=True)
             raise

@@ -12,7 +12,7 @@ from ddp_hpc.launch.submission.backend import Backend, backend_of, find_job_else
 from ddp_hpc.launch.submission.request import SubmitRequest
 from ddp_hpc.launch.submission.run_dir_setup import is_finished
 from ddp_hpc.launch.sweep import array
-from ddp_hpc.launch.sweep.sweep_dir import Sweep, SweepDir, points_in_queue, read_sweep, sending_alone, sweep_named
+from ddp_hpc.launch.sweep.sweep_dir import Sweep, SweepDir, lock_sending, points_in_queue, read_sweep, sweep_named
 from ddp_hpc.run.config.overlay import Overlay
 from ddp_hpc.run.config.resolve import load_resolved
 from ddp_hpc.run.config.sources import COMMAND_LINE
@@ -100,7 +100,7 @@ def sweep_dependency(sweep_dir: SweepDir, when: EndCondition, environ: Mapping[s
             f"`--after {name}` asks Slurm to wait for a sweep, but this one runs on one machine, without Slurm. Wait until it has ended: `ddp-hpc sweep follow {sweep_dir.word}`."
         )
     busy = f"Another process is submitting points of {name} at this moment. Submit again when it has ended."
-    with sending_alone(sweep_dir, busy):
+    with lock_sending(sweep_dir, busy):
         sweep = array.settle_sent_arrays(sweep_dir, environ)
     queued = client.queue(environ)
     waiting = {one.job_id: points_in_queue(one, queued) for one in sweep.arrays}

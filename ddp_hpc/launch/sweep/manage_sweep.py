@@ -34,11 +34,11 @@ from ddp_hpc.launch.sweep.sweep_dir import (
     has_begun,
     has_ended,
     is_being_sent,
+    lock_sending,
     make_sweep,
     points_in_queue,
     read_sweep,
     record_continued,
-    sending_alone,
 )
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import read_queued_job
@@ -48,7 +48,7 @@ _SENDING_PATIENCE_S = 120.0
 _RUNNER_PATIENCE_S = 30.0
 """How long `cancel` waits, on this machine, for the command that runs the points to end."""
 _POLL_S = 0.2
-_FAILURES = frozenset({"failed", "refused"})
+_FAILED_STATES = frozenset({"failed", "refused"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,7 @@ class SweepStart:
     notes: Sequence[str] = ()
 
     @property
-    def num_left(self) -> int:
+    def num_not_submitted(self) -> int:
         """How many points Slurm did not accept."""
         return 0 if self.runs_here else len(self.numbers) - sum(self.jobs.values())
 
@@ -131,7 +131,7 @@ def cancel_sweep(sweep_dir: SweepDir, environ: Mapping[str, str]) -> int:
         f"No other point of {sweep_dir.name} starts, but another process has been submitting its points for {_SENDING_PATIENCE_S:.0f} s, "
         f"so its jobs are not cancelled. Run `ddp-hpc sweep cancel {sweep_dir.word}` again when that process has ended."
     )
-    with sending_alone(sweep_dir, busy, patience_s=_SENDING_PATIENCE_S), _collect_error(troubles):
+    with lock_sending(sweep_dir, busy, patience_s=_SENDING_PATIENCE_S), _collect_error(troubles):
         sweep = array.settle_sent_arrays(sweep_dir, environ)  # what was being sent is to be cancelled, too
     # Runs that wait after a requeue are pending tasks as well: each records that the user has cancelled it.
     begun = _cancel_begun_runs(sweep, backend, environ, troubles)
@@ -202,7 +202,7 @@ def continue_sweep(
     Of points that the user has cancelled, it starts those that were cancelled with the whole sweep.
     """
     busy = f"Another process is submitting points of {sweep_dir.name}, or runs them on this machine, at this moment. Try again when it has ended."
-    with sending_alone(sweep_dir, busy):
+    with lock_sending(sweep_dir, busy):
         sweep = array.settle_sent_arrays(sweep_dir, environ)
         is_array = sweep.backend == "slurm"
         numbers, notes = _points_left(sweep, environ, is_failed=is_failed)
@@ -240,7 +240,9 @@ def _points_left(sweep: Sweep, environ: Mapping[str, str], *, is_failed: bool) -
             )
     if is_failed:  # of a lost point, Slurm may say that its job has failed
         numbers = [
-            number for number, state in states.items() if state.left in {"failed", "lost"} and state.word in _FAILURES
+            number
+            for number, state in states.items()
+            if state.left in {"failed", "lost"} and state.word in _FAILED_STATES
         ]
     else:
         cancelled = sweep.cancelled_numbers
@@ -299,7 +301,7 @@ def delete_sweep(sweep_dir: SweepDir, environ: Mapping[str, str]) -> None:
             f"cancel {sweep_dir.word}`."
         )
 
-    with sending_alone(sweep_dir, refusal("another process submits or runs its points")):
+    with lock_sending(sweep_dir, refusal("another process submits or runs its points")):
         for problem in _why_not_delete(sweep_dir, environ):
             raise RunBusyError(refusal(problem))
         away = rename_to_hidden(sweep_dir.path)

@@ -13,15 +13,15 @@ from ddp_hpc.run.config.keys import is_section, key_of, unknown_key_error
 from ddp_hpc.run.config.overlay import Overlay
 from ddp_hpc.run.config.resolve import Resolved
 from ddp_hpc.run.spec import RunSpec
-from ddp_hpc.run.spec.launch import NAME_PATTERN
+from ddp_hpc.run.spec.launch import RUN_NAME_PATTERN
 
-POINT_WORD = "point"
+POINT_PLACEHOLDER = "point"
 """The word in braces that stands for the point's name in a script's command."""
-_BRACED_WORD = re.compile(r"(?<!\$)\{([A-Za-z_][A-Za-z0-9_.-]*)\}")
+_PLACEHOLDER_PATTERN = re.compile(r"(?<!\$)\{([A-Za-z_][A-Za-z0-9_.-]*)\}")
 """A word in braces: `lr` in `--lr={lr}`. `${word}` belongs to a shell, or to Hydra."""
-_ARRAY_KEYS = ("slurm", "resources", "container", "stage", "snapshot", "site", "launcher", "runs_dir", "script.start")
+_SHARED_KEYS = ("slurm", "resources", "container", "stage", "snapshot", "site", "launcher", "runs_dir", "script.start")
 """Sections and keys that the tasks of a job array share, as they have one script and one kind of allocation."""
-_CPU_KEY = "data.num_workers"
+_NUM_WORKERS_KEY = "data.num_workers"
 """They share this one as well, where it says how many CPUs a worker gets."""
 _NEVER_SWEPT_KEYS = ("runs_dir", "resources.nodes")
 """On one machine, too: it has one directory for the sweep, and one node."""
@@ -44,9 +44,9 @@ class PointResolver:
         settings: dict[str, Any] = {key: value for key, value in point.settings.items() if _is_key(key)}
         settings |= {"name": point.name, "runs_dir": self._runs_dir}
         if self._command:
-            words = {**{key: as_text(value) for key, value in point.settings.items()}, POINT_WORD: point.name}
+            words = {**{key: as_text(value) for key, value in point.settings.items()}, POINT_PLACEHOLDER: point.name}
             settings["script.command"] = [
-                _BRACED_WORD.sub(lambda match: words.get(match[1], match[0]), word) for word in self._command
+                _PLACEHOLDER_PATTERN.sub(lambda match: words.get(match[1], match[0]), word) for word in self._command
             ]
         try:
             return self._overlay.resolve(settings, f"sweep, {point}")
@@ -63,9 +63,9 @@ def check_points(base: Resolved, points: Sequence[Point], environ: Mapping[str, 
 
     `is_array`: the points are to be tasks of one job array.
     """
-    in_braces = {name for word in base.spec.script.command for name in _BRACED_WORD.findall(word)}
-    of_cpus = () if base.spec.resources.cpus_per_worker else (_CPU_KEY,)
-    shared = (*_ARRAY_KEYS, *of_cpus) if is_array else _NEVER_SWEPT_KEYS
+    in_braces = {name for word in base.spec.script.command for name in _PLACEHOLDER_PATTERN.findall(word)}
+    of_cpus = () if base.spec.resources.cpus_per_worker else (_NUM_WORKERS_KEY,)
+    shared = (*_SHARED_KEYS, *of_cpus) if is_array else _NEVER_SWEPT_KEYS
     is_plain = "{" not in "".join(base.spec.script.command[:1])
     made = PointResolver(base, environ)
     checked: set[str] = set()
@@ -79,14 +79,14 @@ def check_points(base: Resolved, points: Sequence[Point], environ: Mapping[str, 
         # To resolve 1,000 points takes as long as all the rest of a submission, and many differ in a script's words alone.
         settings = settings_as_key({key: value for key, value in point.settings.items() if key in keys})
         are_plain = is_plain and not any("\0" in as_text(one) for one in point.settings.values())
-        if settings not in resolved or not are_plain or NAME_PATTERN.fullmatch(point.name) is None:
+        if settings not in resolved or not are_plain or RUN_NAME_PATTERN.fullmatch(point.name) is None:
             made.resolve(point)
         resolved.add(settings)
 
 
 def specs_to_check(base: Resolved, points: Sequence[Point], environ: Mapping[str, str]) -> list[RunSpec]:
     """Return the first point's spec, and those of some points that differ from it in what is checked of the user's part."""
-    in_braces = {name for word in base.spec.script.command for name in _BRACED_WORD.findall(word)}
+    in_braces = {name for word in base.spec.script.command for name in _PLACEHOLDER_PATTERN.findall(word)}
     made, different = PointResolver(base, environ), dict[Any, Point]()
     for point in points:
         own = {key: value for key, value in point.settings.items() if key.startswith(_USERS_KEYS) or key in in_braces}
@@ -97,15 +97,15 @@ def specs_to_check(base: Resolved, points: Sequence[Point], environ: Mapping[str
 def _check_keys(point: Point, seen: set[str], in_braces: set[str], shared: Sequence[str]) -> Iterator[str]:
     """Yield the keys that were checked; each is checked once. `shared` are those that are the same for all points."""
     for key in point.settings.keys() - seen:
-        if key == POINT_WORD:
+        if key == POINT_PLACEHOLDER:
             raise ConfigError(
-                f"`{POINT_WORD}` cannot be swept: {{{POINT_WORD}}} stands for the point's name. Name the key otherwise."
+                f"`{POINT_PLACEHOLDER}` cannot be swept: {{{POINT_PLACEHOLDER}}} stands for the point's name. Name the key otherwise."
             )
         if not _is_key(key) and key not in in_braces:
             hint = f"or write {{{key}}} in the script's command, after `--`, where its value belongs"
             raise ConfigError(f"{unknown_key_error(key, f'the sweep, {point}')} Correct it, {hint}.")
         if of_all := next((one for one in shared if key == one or key.startswith(f"{one}.")), None):
-            fixed = " Or set `resources.cpus_per_worker`." if key == _CPU_KEY else ""
+            fixed = " Or set `resources.cpus_per_worker`." if key == _NUM_WORKERS_KEY else ""
             raise ConfigError(
                 f"`{key}` cannot be swept: on Slurm, the points of a sweep are tasks of one job array with one script, so `{of_all}` is "
                 f"the same for all of them. Submit a sweep for each value of `{key}`.{fixed}"

@@ -14,16 +14,16 @@ from ddp_hpc.cluster.slurm import states
 from ddp_hpc.launch.sweep.points import Point
 from ddp_hpc.launch.sweep.sweep_dir import Sweep, SweepDir, is_being_sent, points_in_queue, read_sweep
 from ddp_hpc.run.run_dir.ledger import Attempt, Cause, Ending, Ledger
-from ddp_hpc.run.run_dir.poll_files import LOOK_INTERVAL_S, LastRead
+from ddp_hpc.run.run_dir.poll_files import LOOK_INTERVAL_S, ReadCache
 from ddp_hpc.run.run_dir.records import QueuedJob, read_queued_job
-from ddp_hpc.watch.queue import Ask, Queue, QueueStatus, asker, queue_reader
+from ddp_hpc.watch.queue import AskSlurm, Queue, QueueStatus, asker, queue_reader
 from ddp_hpc.watch.status import RunStatus, State, read_status
 
 READS_PER_S = 50
 """At most so many runs are read in a second, so that one follower of a large sweep does not load the file system."""
 PointWord = State | Literal["not submitted"]
 """What `status` says of the point's run; or: it has none, and no job will make one."""
-LeftState = Literal["not begun", "lost", "failed", "ended by the user", "unreadable"]
+UnfinishedState = Literal["not begun", "lost", "failed", "ended by the user", "unreadable"]
 """What a point is that has no job and has not finished. `lost`: it has begun, and neither finished nor failed by its own records;
 `unreadable`: it is not known whether it may start."""
 
@@ -38,7 +38,7 @@ class PointState:
     reason: str = ""
     is_over: bool = False
     """Whether nothing works on it, and nothing will unless the user says so."""
-    left: LeftState | None = None
+    left: UnfinishedState | None = None
     """None where it has finished or has a job, or that is not known."""
 
     @property
@@ -67,10 +67,10 @@ class _SharedFacts:
 class PointReader:
     """Reads where the points stand; read again, files that are unchanged and runs that have finished are not read."""
 
-    def __init__(self, ask: Ask, *, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, ask: AskSlurm, *, clock: Callable[[], float] = time.time) -> None:
         """`ask` asks Slurm about a job that is not in the queue."""
         self._ask, self._clock = ask, clock
-        self._files = LastRead()
+        self._files = ReadCache()
         self.finished: dict[int, PointState] = {}
 
     def read(self, sweep: Sweep, queue: Queue, *, is_being_sent: bool = False) -> dict[int, PointState]:
@@ -128,10 +128,10 @@ class PointReader:
             return replace(state, word="waiting", reason="its job was submitted again", is_over=False)
         if seen.sweep.backend == "slurm":
             found = [seen.queue.jobs.get(one.job_id) for one in (job, newest) if one is not None]
-            has_job = bool(seen.queue.problem) or any(one is not None and not one.has_ended for one in found)
+            knows = bool(seen.queue.problem) or any(one is not None and not one.has_ended for one in found)
         else:
-            has_job = status.is_alive or status.state == "unknown"  # unknown: it may run on another host
-        return state if has_job else replace(state, left=_left_state(newest, job))
+            knows = status.is_alive or status.state == "unknown"  # unknown: it may run on another host
+        return state if knows else replace(state, left=_unfinished_state(newest, job))
 
 
 def _state_without_run(number: int, seen: _SharedFacts) -> PointState:
@@ -148,7 +148,7 @@ def _state_without_run(number: int, seen: _SharedFacts) -> PointState:
     return PointState(word="not submitted", reason=reason, is_over=True, left="not begun")
 
 
-def _left_state(newest: Attempt | None, job: QueuedJob | None) -> LeftState | None:
+def _unfinished_state(newest: Attempt | None, job: QueuedJob | None) -> UnfinishedState | None:
     """Return what a point without a job is, by the records of its run."""
     if newest is not None and newest.is_last and newest.ending == Ending.FINISHED:
         return None
@@ -164,7 +164,7 @@ def _left_state(newest: Attempt | None, job: QueuedJob | None) -> LeftState | No
 
 
 @dataclass(frozen=True, kw_only=True)
-class SweepLook:
+class SweepStatus:
     """All points at one moment."""
 
     sweep: Sweep
@@ -182,9 +182,9 @@ def follow_points(
     *,
     clock: Callable[[], float] = time.time,
     pause: Callable[[float], object] = time.sleep,
-) -> Iterator[SweepLook]:
+) -> Iterator[SweepStatus]:
     """Yield one look after another; the last one is of a sweep in which nothing waits or runs."""
-    files, reader = LastRead(), PointReader(asker(environ, clock=clock), clock=clock)
+    files, reader = ReadCache(), PointReader(asker(environ, clock=clock), clock=clock)
     read_queue = queue_reader(environ, clock=clock)
     missed: dict[int, float] = {}
     """Number of a point without a run -> when squeue first did not list its task."""
@@ -203,7 +203,7 @@ def follow_points(
             elif state.left == "not begun" and state.reason and missed.setdefault(number, queue.at) == queue.at:
                 states[number] = PointState(word="waiting")
         is_over = not is_sending and all(state.is_over for state in states.values())
-        yield SweepLook(sweep=sweep, states=states, problem=queue.problem, is_over=is_over)
+        yield SweepStatus(sweep=sweep, states=states, problem=queue.problem, is_over=is_over)
         if is_over:
             return
         num_read = sum(not state.is_over and state.attempt is not None for state in states.values())

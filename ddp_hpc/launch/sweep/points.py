@@ -16,17 +16,17 @@ from ddp_hpc.base.discretion import HIDDEN, is_key_shown
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.run.config.keys import is_section, key_of, parse_text
 
-_RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)(?:\.\.(\d+))?", re.ASCII)
-_KEY = re.compile(r"[A-Za-z_][\w.-]*", re.ASCII)
+_RANGE_PATTERN = re.compile(r"(-?\d+)\.\.(-?\d+)(?:\.\.(\d+))?", re.ASCII)
+_KEY_PATTERN = re.compile(r"[A-Za-z_][\w.-]*", re.ASCII)
 _OPENING, _CLOSING, _QUOTES = "[{", "]}", "'\""
 MOST_POINTS = 100_000
 """A range or a product of more is an error of the user's, and would fill this process's memory."""
-_NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
-_LONGEST_VALUE = 24
-_LONGEST_NAME = 96
+_NAME_UNSAFE_PATTERN = re.compile(r"[^A-Za-z0-9._-]+")
+_MOST_VALUE_CHARS = 24
+_MOST_NAME_CHARS = 96
 _FEWEST_DIGITS = 3
 _SCALAR_TYPES = frozenset({bool, int, float, str, type(None)})
-_SWEEP_FILES = frozenset({"base.yaml", "job.sbatch", "logs", "snapshot", "snapshots", "sweep.jsonl"})
+_RESERVED_FILE_NAMES = frozenset({"base.yaml", "job.sbatch", "logs", "snapshot", "snapshots", "sweep.jsonl"})
 """What a sweep's directory holds beside the runs of its points."""
 
 
@@ -43,10 +43,10 @@ class Point:
 
     def __str__(self) -> str:
         """Return `point 3 (train.lr=0.1, seed=2)`, without values that may be secrets."""
-        return f"point {self.number} ({', '.join(f'{key}={as_text(value)}' for key, value in self.shown.items())})"
+        return f"point {self.number} ({', '.join(f'{key}={as_text(value)}' for key, value in self.shown_settings.items())})"
 
     @property
-    def shown(self) -> dict[str, Any]:
+    def shown_settings(self) -> dict[str, Any]:
         """The settings as output may show them, without values that may be secrets."""
         return {key: value if _is_shown(key, value) else HIDDEN for key, value in self.settings.items()}
 
@@ -59,7 +59,7 @@ def parse_axis(word: str) -> tuple[str, list[str]]:
     key, equals, text = word.partition("=")
     if equals and not is_key_shown(key, text):
         word = f"{key}=..."  # in errors: the values may be secrets
-    if not equals or _KEY.fullmatch(key) is None:
+    if not equals or _KEY_PATTERN.fullmatch(key) is None:
         raise ConfigError(f"`--sweep {word}` is not of the form KEY=VALUE,VALUE,... such as `train.lr=0.1,0.01`.")
     texts = [each for part in _split_at_commas(text) for each in _expand_range(part, word)]
     if any(not each for each in texts):
@@ -90,7 +90,7 @@ def _split_at_commas(text: str) -> list[str]:
 
 def _expand_range(part: str, word: str) -> list[str]:
     """Return the whole numbers of a range, its end included; another text as it is."""
-    match = _RANGE.fullmatch(part)
+    match = _RANGE_PATTERN.fullmatch(part)
     if match is None:
         return [part]
     first, last, step = int(match[1]), int(match[2]), int(match[3] or 1)
@@ -163,7 +163,7 @@ def _with_checked_name(listed: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(
             f"A point has the name {as_text(name)}, which is neither a text nor a whole number. Write it in quotes."
         )
-    if str(name) in _SWEEP_FILES:
+    if str(name) in _RESERVED_FILE_NAMES:
         raise ConfigError(
             f"A point has the name {name!r}, but the sweep's directory has a file of its own with this name. Choose another one."
         )
@@ -224,8 +224,8 @@ def _point_names(all_settings: Sequence[Mapping[str, Any]]) -> list[str]:
             for key in settings
             if key in labels and _is_shown(key, settings[key])
         ]
-        text = _NOT_IN_NAMES.sub("-", "-".join([f"{number:0{digits}}", *parts]))
-        names.append(text[:_LONGEST_NAME].rstrip("-._"))
+        text = _NAME_UNSAFE_PATTERN.sub("-", "-".join([f"{number:0{digits}}", *parts]))
+        names.append(text[:_MOST_NAME_CHARS].rstrip("-._"))
     return names
 
 
@@ -244,7 +244,7 @@ def _value_in_name(value: Any) -> str:
     """Return a value in a name: a path's last part, `1e+3` as `1e3`."""
     text = as_text(value)
     text = PurePath(text).name if "/" in text else text
-    return text.replace("+", "").strip("[]{}'\" ")[:_LONGEST_VALUE]
+    return text.replace("+", "").strip("[]{}'\" ")[:_MOST_VALUE_CHARS]
 
 
 def as_text(value: Any) -> str:

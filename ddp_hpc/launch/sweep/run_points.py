@@ -63,7 +63,7 @@ def run_points(
 
     def work() -> None:
         while left and not is_over.is_set():
-            if _must_end(sweep_dir):
+            if _must_stop_starting(sweep_dir):
                 left.clear()
                 return
             with suppress(IndexError):  # another thread has taken the last one
@@ -76,7 +76,7 @@ def run_points(
         thread.join()
 
 
-def _must_end(sweep_dir: SweepDir) -> bool:
+def _must_stop_starting(sweep_dir: SweepDir) -> bool:
     """Return whether no other point may start: the user has cancelled the sweep, or too many points have failed."""
     sweep = await_answer(str(sweep_dir.ledger), lambda: read_sweep(sweep_dir))
     most = sweep.stop_after_failures

@@ -22,7 +22,7 @@ from ddp_hpc.base.durable import (
     replace_text,
 )
 from ddp_hpc.base.errors import ConfigError, RunBusyError, UnreadableError
-from ddp_hpc.base.leftovers import name_beside
+from ddp_hpc.base.leftovers import scratch_dir_path
 from ddp_hpc.base.patience import ask_once
 from ddp_hpc.cluster.slurm import states
 from ddp_hpc.launch.sweep.points import Point
@@ -150,7 +150,7 @@ def make_sweep(
         "stop_after_failures": sweep.stop_after_failures,
     }
     lines = [header, *({"point": one.number, "name": one.name, "set": one.settings} for one in sweep.points)]
-    beside = SweepDir(name_beside(path))
+    beside = SweepDir(scratch_dir_path(path))
     try:
         make_directories(path.parent)
         beside.path.mkdir(mode=0o700)
@@ -311,7 +311,7 @@ def failed_attempts(sweep: Sweep) -> dict[int, int]:
 
 
 @contextmanager
-def sending_alone(sweep_dir: SweepDir, refusal: str, *, patience_s: float = 0.0) -> Iterator[None]:
+def lock_sending(sweep_dir: SweepDir, refusal: str, *, patience_s: float = 0.0) -> Iterator[None]:
     """Keep other processes from sending points, or running them here, in the `with` block; refuse where one does so already."""
     lock_fd = processes.take_lock(sweep_dir.ledger, patience_s=patience_s)
     if lock_fd is None:

@@ -14,18 +14,18 @@ from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.base.names import plural
 from ddp_hpc.prove.certify.evidence import Baseline, TrialEvidence
 from ddp_hpc.prove.certify.faults import FAULTS, TrialFault, Trigger, trigger_of
-from ddp_hpc.prove.certify.output_lines import PrintedLine, losses, parse, scale_of
+from ddp_hpc.prove.certify.output_lines import PrintedLine, losses, parse, scale_from_lines
 from ddp_hpc.prove.certify.outside import command_in, is_surely_state, named_paths, refuse_saved_states, texts_in_source
 from ddp_hpc.prove.certify.records import RunRecord
-from ddp_hpc.prove.certify.sandbox import copy_of, files_in
-from ddp_hpc.prove.certify.saved_files import is_saved_state, plain
+from ddp_hpc.prove.certify.sandbox import copy_work_dir, file_stats
+from ddp_hpc.prove.certify.saved_files import is_saved_state, masked
 from ddp_hpc.prove.certify.trial import Trial
 from ddp_hpc.prove.certify.verdicts import FaultResult, judge, needs_second_run
 from ddp_hpc.run.spec.script import parse_program
 
-RANKS = 2
+DEFAULT_RANKS = 2
 """How many ranks run, where the settings do not say: what ranks must agree on needs two."""
-HIDDEN = "..."
+REDACTED_TEXT = "..."
 CERTIFICATE = "certificate.json"
 """In the directory of the runs: the result, as `--json` prints it."""
 SILENCE_FACTOR = 3.0
@@ -101,7 +101,7 @@ class Certification:
         if certificate.findings:  # it hangs undisturbed
             on_finding(certificate.findings[0])
             return certificate
-        self.say(time_needed(certificate.seconds, len(self.faults)))
+        self.say(time_estimate_text(certificate.seconds, len(self.faults)))
         rng = random.Random(self.seed)
         for name in self.faults:
             finding = self._try_fault(name, rng)
@@ -126,7 +126,7 @@ class Certification:
         record = self._run_undisturbed("undisturbed")
         self.baseline = Baseline(record=record)
         self.patience_s = max(self.patience_s, SILENCE_FACTOR * record.longest_silence_s)
-        self.notes += _limits(self.baseline)
+        self.notes += _coverage_notes(self.baseline)
         certificate = Certificate(
             command=command_without_secrets(self.command),
             seed=self.seed,
@@ -164,8 +164,10 @@ class Certification:
                 f"{hint_on(text, self.work_dir)}Read {trial.runs_dir}."
             )
         # The rank whose lines say most of where the training is: rank zero, if no other says more.
-        said = {rank: _says([parse(line) for line in log.splitlines()]) for rank, log in sorted(last.logs.items())}
-        said[0] = _says(last.lines)
+        said = {
+            rank: _output_detail([parse(line) for line in log.splitlines()]) for rank, log in sorted(last.logs.items())
+        }
+        said[0] = _output_detail(last.lines)
         rank = max(sorted(said), key=said.__getitem__)
         if rank and not self._printing_rank:
             self._printing_rank = rank
@@ -173,7 +175,7 @@ class Certification:
             self.notes.append(f"{found}, so certify reads that rank's lines")
             self.say(f"{found}; certify runs the script again to read that rank's lines")
             return self._run_undisturbed(f"{name}-of-rank-{rank}")
-        known = {plain(Path(path).name) for path in record.final}  # what a save leaves is known by its own name
+        known = {masked(Path(path).name) for path in record.final}  # what a save leaves is known by its own name
         self._save_names = frozenset(trial.begun_names - known) if last.saves else frozenset()
         return record
 
@@ -193,7 +195,7 @@ class Certification:
             )
             self.baseline = replace(self.baseline, second=self._run_undisturbed("undisturbed-2"))
         self._records[name] = record
-        finding = self._judge(name, str(trial.directory.path))
+        finding = self._judge(name, str(trial.run_dir.path))
         if finding.is_good and not self.is_kept:
             shutil.rmtree(trial.work_dir.parent, ignore_errors=True)
         return finding
@@ -208,9 +210,9 @@ class Certification:
         # A directory of its own around the copy: what the script writes to `../out` belongs to this run alone, and is seen.
         work_dir, runs_dir = self.folder / name / "work", self.folder / "runs"
         self.names.add(name)
-        linked = copy_of(self.work_dir, work_dir, left_out=(*self.left_out, self.folder, *self._old_states))
+        linked = copy_work_dir(self.work_dir, work_dir, left_out=(*self.left_out, self.folder, *self._old_states))
         runs_dir.mkdir(parents=True, exist_ok=True)
-        before = files_in(work_dir)
+        before = file_stats(work_dir)
         outside = (*self._outside, *self._watched_paths(linked))
         others = (one for one in self._other_runs_dirs if not any(path.is_relative_to(one) for path in outside))
         trial = Trial(
@@ -249,7 +251,7 @@ class Certification:
             **others,
             "script.stop_signal": fault.stop_signal if fault else "TERM",
         }
-        return [*ranks_of(self.settings), *(f"{key}={value}" for key, value in mine.items())]
+        return [*rank_settings(self.settings), *(f"{key}={value}" for key, value in mine.items())]
 
     def _refuse_outputs_elsewhere(self, trial: Trial) -> None:
         if trial.written_outside:
@@ -269,13 +271,13 @@ class Certification:
             )
 
 
-def _says(lines: Sequence[PrintedLine]) -> int:
+def _output_detail(lines: Sequence[PrintedLine]) -> int:
     """Return how much lines say: 1 where the training is, 2 its loss there as well."""
-    scale = scale_of(lines)
+    scale = scale_from_lines(lines)
     return bool(scale.unit) + bool(losses(lines, scale))
 
 
-def _limits(baseline: Baseline) -> Iterator[str]:
+def _coverage_notes(baseline: Baseline) -> Iterator[str]:
     """Yield notes on what certify does not learn of this script."""
     attempt = baseline.attempt
     if not baseline.scale.unit:
@@ -294,13 +296,13 @@ def values_of(settings: Sequence[str]) -> dict[str, str]:
     return {key: value for key, _, value in (setting.partition("=") for setting in settings)}
 
 
-def ranks_of(settings: Sequence[str]) -> list[str]:
+def rank_settings(settings: Sequence[str]) -> list[str]:
     """Return the setting of how many ranks run, where the user's settings do not say it."""
     says = {"resources", "resources.workers_per_node", "resources.gpus_per_node"}
-    return [] if says & values_of(settings).keys() else [f"resources.workers_per_node={RANKS}"]
+    return [] if says & values_of(settings).keys() else [f"resources.workers_per_node={DEFAULT_RANKS}"]
 
 
-def time_needed(seconds: float, num_faults: int) -> str:
+def time_estimate_text(seconds: float, num_faults: int) -> str:
     """Return how long the faults will take, by the time that the undisturbed run took."""
     minutes = max(1, round(seconds * (num_faults + 2) / 60))  # what a fault has undone is done again
     span = f"{minutes / 60:.1f} h" if minutes >= 120 else f"{minutes} min"
@@ -327,9 +329,9 @@ def command_without_secrets(command: Sequence[str]) -> list[str]:
         option, sign, value = word.partition("=")
         key = option.lstrip("-")
         if is_secret and not word.startswith("-"):
-            shown.append(HIDDEN)
+            shown.append(REDACTED_TEXT)
         else:
-            shown.append(f"{option}={HIDDEN}" if sign and not is_key_shown(key, value) else word)
+            shown.append(f"{option}={REDACTED_TEXT}" if sign and not is_key_shown(key, value) else word)
         is_secret = word.startswith("-") and not sign and not is_key_shown(key, "any text")
     return shown
 
@@ -341,10 +343,10 @@ def earlier_states(
 
     Where it finished and saved nothing, an earlier run has finished already, and those that it read are such states.
     """
-    after = files_in(work_dir)
+    after = file_stats(work_dir)
     saves = {one.path for attempt in record.attempts for one in attempt.saves}
     if not saves and record.outcome == "finished":
         saves = {one for attempt in record.attempts for one in attempt.reads if is_surely_state(Path(one), pattern)}
-    kinds = {plain(path) for path in saves}
+    kinds = {masked(path) for path in saves}
     states = [path for path in before if any(is_saved_state(Path(path), one) for one in (None, pattern))]
-    return sorted(path for path in states if after.get(path) != before[path] or plain(path) in kinds)
+    return sorted(path for path in states if after.get(path) != before[path] or masked(path) in kinds)

@@ -10,12 +10,12 @@ from itertools import pairwise
 from pathlib import Path
 
 from ddp_hpc.prove.certify.faults import TrialFault
-from ddp_hpc.prove.certify.file_differences import NO_FILE, FileDifference, aligned, differences, doubled_line
-from ddp_hpc.prove.certify.output_lines import Position, Scale, losses, positions, scale_of
+from ddp_hpc.prove.certify.file_differences import NO_FILE, FileDifference, align_file_names, differences, doubled_line
+from ddp_hpc.prove.certify.output_lines import Position, ProgressScale, losses, positions, scale_from_lines
 from ddp_hpc.prove.certify.records import AttemptRecord, InjectedFault, RunRecord
-from ddp_hpc.prove.certify.saved_files import COMMITTED_BY_ANOTHER, Contents, kind_of
+from ddp_hpc.prove.certify.saved_files import DISTCP_SUFFIX, Contents, masked_name
 
-_MOST_LEFT = 2
+_MOST_MISSING_STEPS = 2
 """So many positions may be missing at the end where a step was counted twice: the script did finish."""
 _LOADER_DIED = re.compile(r"DataLoader worker .*(?:exited unexpectedly|is killed by signal)")
 _COLLECTIVE = re.compile(
@@ -38,9 +38,9 @@ class Baseline:
         return self.record.attempts[-1]
 
     @cached_property
-    def scale(self) -> Scale:
+    def scale(self) -> ProgressScale:
         """How its lines say where the training is."""
-        return scale_of(self.attempt.lines)
+        return scale_from_lines(self.attempt.lines)
 
     @cached_property
     def positions(self) -> list[Position]:
@@ -51,7 +51,7 @@ class Baseline:
         """By what the files of two undisturbed runs differ."""
         if self.second is None:
             return []
-        return differences(aligned(self.second.final, self.record.final), self.record.final)
+        return differences(align_file_names(self.second.final, self.record.final), self.record.final)
 
     @cached_property
     def volatile_values(self) -> frozenset[tuple[str, str]]:
@@ -68,23 +68,23 @@ class Baseline:
             return None
         same_losses = losses(self.second.attempts[-1].lines, self.scale) == losses(self.attempt.lines, self.scale)
         final = self.record.final
-        unread = {file for file in final if final[file].kind == "bytes" and kind_of(file) in self.kinds}
+        unread = {file for file in final if final[file].kind == "bytes" and masked_name(file) in self.state_names}
         others = (one for one in self._own_differences if one.undisturbed != NO_FILE != one.here)
         return same_losses and not any(one.here.startswith("tensor") or one.file in unread for one in others)
 
     @cached_property
-    def checkpoint(self) -> Contents | None:
+    def saved_contents(self) -> Contents | None:
         """The values of all its saved states, as one state may lie in several files; None where none could be read."""
         saved = [one.contents.values for one in self.attempt.saves if one.contents is not None]
         values = {path: text for each in saved for path, text in each.items()}
         return Contents(kind="values", values=values) if values else None
 
     @cached_property
-    def kinds(self) -> frozenset[str]:
+    def state_names(self) -> frozenset[str]:
         """The kinds of files that it saves; only those with an optimizer, if any has one, as the others are exports."""
         saves = self.attempt.saves
         whole = [one for one in saves if one.contents is not None and one.contents.has_optimizer]
-        return frozenset(kind_of(one.path) for one in whole or saves)
+        return frozenset(masked_name(one.path) for one in whole or saves)
 
     @property
     def steps_between_saves(self) -> float:
@@ -138,7 +138,7 @@ class TrialEvidence:
     def error(self) -> str:
         """How the last attempt failed, or where it hangs."""
         if self.record.outcome == "hung":
-            return f"the script stopped printing and computing; the stack of {_innermost(self.record)}"
+            return f"the script stopped printing and computing; the stack of {_innermost_frames(self.record)}"
         first, *others = self._exception.splitlines() or [""]
         # PyTorch's `mp.spawn` says only at the end of a traceback what happened in its process.
         return (others[-1] if others and first.endswith(":") else first)[:300].rstrip(": ")
@@ -186,9 +186,9 @@ class TrialEvidence:
     @cached_property
     def _states(self) -> list[str]:
         """The states that the script could have read back, the oldest first: of the kinds that it reads, if it reads any."""
-        kinds = self.baseline.kinds.intersection(map(kind_of, self.states_read)) or self.baseline.kinds
+        kinds = self.baseline.state_names.intersection(map(masked_name, self.states_read)) or self.baseline.state_names
         present = self.injected_fault.present
-        return [path for path in present if kind_of(path) in kinds and path not in self.baseline.attempt.reads]
+        return [path for path in present if masked_name(path) in kinds and path not in self.baseline.attempt.reads]
 
     @property
     def newest_state(self) -> str:
@@ -196,7 +196,7 @@ class TrialEvidence:
         return self._states[-1] if self._states else ""
 
     @cached_property
-    def states_to_read(self) -> list[str]:
+    def acceptable_states(self) -> list[str]:
         """The newest state that got its name at once or after which the script went on, and those since.
 
         One of those since may count only with the file that names it (`latest`), which a kill left unwritten. A script that obeyed a
@@ -220,18 +220,18 @@ class TrialEvidence:
     def cut_off_files(self) -> list[str]:
         """Files that were cut off, and are of a kind that the undisturbed run has saved to its end, or hold text there."""
         texts = [path for path, contents in self.baseline.record.final.items() if contents.lines]
-        kinds = {*map(kind_of, texts), *(kind_of(one.path) for one in self.baseline.attempt.saves)}
-        return [path for path in self.injected_fault.half_written if kind_of(path) in kinds]
+        kinds = {*map(masked_name, texts), *(masked_name(one.path) for one in self.baseline.attempt.saves)}
+        return [path for path in self.injected_fault.half_written if masked_name(path) in kinds]
 
     @property
     def missing_beside_state(self) -> str:
         """A file that the undisturbed run writes beside a saved state, and that the script misses there after the fault."""
-        kinds = set(map(kind_of, self.baseline.record.final))
+        kinds = set(map(masked_name, self.baseline.record.final))
         saved = (save.path for save in self.faulty_attempt.saves)
         there = {*self.injected_fault.present, *self.injected_fault.half_written}
         for folder in {str(Path(path).parent) for path in (*saved, *there)} - {"."}:
             found = re.search(rf"{re.escape(folder)}/[\w.-]+", self._exception)
-            if found and kind_of(found[0]) in kinds and found[0] not in there:
+            if found and masked_name(found[0]) in kinds and found[0] not in there:
                 return found[0]
         return ""
 
@@ -243,7 +243,7 @@ class TrialEvidence:
         """
         whole = self.baseline.attempt.saves
         saves = [one for one in (*self.faulty_attempt.saves, *whole) if one.in_place and one.path in self.states_read]
-        paths = [one.path for one in saves if not one.path.endswith(COMMITTED_BY_ANOTHER)]
+        paths = [one.path for one in saves if not one.path.endswith(DISTCP_SUFFIX)]
         if self.injected_fault.was_in_save:
             written = [one.path for one in whole]
             paths = [one for one in paths if written.count(one) > 1 and one not in self.injected_fault.half_written]
@@ -260,7 +260,7 @@ class TrialEvidence:
         return positions([line for line in lines if not line.is_mention], self.baseline.scale)
 
     @cached_property
-    def is_measured(self) -> bool:
+    def prints_resume(self) -> bool:
         """Whether its output says where it went on: as the undisturbed run's does, and not counted from the resume on."""
         whole, after, scale = self.baseline.positions, self._after_fault, self.baseline.scale
         if whole and after and after[0] == whole[0] and after[-1] != whole[-1] and self.states_read:
@@ -271,7 +271,7 @@ class TrialEvidence:
 
     @property
     def resume_point(self) -> Position | None:
-        return self._after_fault[0] if self.is_measured and self._after_fault else None
+        return self._after_fault[0] if self.prints_resume and self._after_fault else None
 
     @property
     def has_saved_nothing(self) -> bool:
@@ -282,7 +282,7 @@ class TrialEvidence:
     @cached_property
     def has_started_over(self) -> bool:
         """Whether it began again, though it had saved a state after its first position: a state of the very start resumes there."""
-        if not self.is_measured:
+        if not self.prints_resume:
             num_saves = len(self.baseline.attempt.saves)
             saves_all_again = any(len(attempt.saves) >= num_saves for attempt in self._next_attempts)
             return bool(self._states) and not self.states_read and saves_all_again
@@ -297,19 +297,19 @@ class TrialEvidence:
     @cached_property
     def early_end(self) -> Position | None:
         """The last position, where the script ended well before the last one of the undisturbed run."""
-        if not (self.is_measured and self.has_finished):
+        if not (self.prints_resume and self.has_finished):
             return None
         # A script may print at other steps than the undisturbed one did: at each episode's end, for instance.
         whole, last = self.baseline.positions, max(self._after_fault or self._before_fault, default=())
         numbers = [number for number, one in enumerate(whole) if one <= last]
-        if not numbers or len(whole) - 1 - numbers[-1] <= (_MOST_LEFT if self._after_fault else 0):
+        if not numbers or len(whole) - 1 - numbers[-1] <= (_MOST_MISSING_STEPS if self._after_fault else 0):
             return None
         return whole[numbers[-1]]
 
     @property
     def num_repeated(self) -> float:
         """Steps (or epochs) that were done again, at most."""
-        repeated = len({*self._before_fault}.intersection(self._after_fault)) if self.is_measured else 0
+        repeated = len({*self._before_fault}.intersection(self._after_fault)) if self.prints_resume else 0
         stride = self.baseline.scale.stride
         unprinted = stride - 1 if stride >= 1 else stride
         return repeated * stride + (unprinted if repeated else 0)
@@ -327,14 +327,14 @@ class TrialEvidence:
     # --- its result ----------------------------------------------------------------------------------------------------
 
     @cached_property
-    def losses_differ(self) -> list[bool]:
+    def loss_diff_flags(self) -> list[bool]:
         """Of each loss after the fault, whether the undisturbed run's at the same position is another; without those that have none."""
         undisturbed = losses(self.baseline.attempt.lines, self.baseline.scale)
         mine = losses([line for attempt in self._next_attempts for line in attempt.lines], self.baseline.scale)
         return [loss != undisturbed[position] for position, loss in mine.items() if position in undisturbed]
 
     @cached_property
-    def _ignored(self) -> set[str]:
+    def _ignored_files(self) -> set[str]:
         """Texts that change, and states of the middle of an epoch with the name of one that the undisturbed run saved at its end."""
         changing_texts = {file for file, path in self.baseline.volatile_values if path.startswith("line ")}
         for_the_stop = {one.path for one in self.faulty_attempt.saves if one.at >= self.injected_fault.at}
@@ -348,7 +348,7 @@ class TrialEvidence:
     def _finals(self) -> dict[str, Contents]:
         """Its final files by the undisturbed run's names."""
         newest = {one.path for one in self.record.attempts[-1].saves}
-        return aligned(self.record.final, self.baseline.record.final, newest)
+        return align_file_names(self.record.final, self.baseline.record.final, newest)
 
     @cached_property
     def differences(self) -> list[FileDifference]:
@@ -362,7 +362,7 @@ class TrialEvidence:
             one
             for one in differences(self._finals, self.baseline.record.final)
             if (one.file, one.path) not in self.baseline.volatile_values
-            and one.file not in self._ignored
+            and one.file not in self._ignored_files
             and one.undisturbed != NO_FILE
             and not one.is_of_resume
             and not (one.here == NO_FILE and one.file in earlier)
@@ -384,12 +384,12 @@ class TrialEvidence:
         return doubled_line(self.record.final, self.baseline.record.final) if self.has_finished else None
 
     @cached_property
-    def _parts(self) -> dict[tuple[str, str], str]:
+    def _common_values(self) -> dict[tuple[str, str], str]:
         """What the final files that both runs have hold: the text of each value, or the kind of a file without values."""
         other = self.baseline.record.final if self.has_finished else {}
         return {
             (file, path): text
-            for file in other.keys() & self._finals.keys() - self._ignored
+            for file in other.keys() & self._finals.keys() - self._ignored_files
             for path, text in (other[file].values or {"": other[file].kind}).items()
         }
 
@@ -402,15 +402,15 @@ class TrialEvidence:
     @property
     def comparable(self) -> bool:
         """Whether the final files have anything that can be compared."""
-        return any(map(self._is_comparable, self._parts))
+        return any(map(self._is_comparable, self._common_values))
 
     @property
     def has_same_saved_state(self) -> bool:
         """Whether all weights were compared, and nothing differs but lines of a log, and numbers and texts in older states."""
         weights = [
             part
-            for part, text in self._parts.items()
-            if text.startswith("tensor") or (text == "bytes" and kind_of(part[0]) in self.baseline.kinds)
+            for part, text in self._common_values.items()
+            if text.startswith("tensor") or (text == "bytes" and masked_name(part[0]) in self.baseline.state_names)
         ]
         others = [one for one in self.differences if one in self.lasting_differences or one.here.startswith("tensor")]
         return bool(weights) and all(map(self._is_comparable, weights)) and all(one.is_of_log for one in others)
@@ -422,7 +422,7 @@ class TrialEvidence:
         return self.has_come_back and not is_same and bool(self.differences)
 
 
-def _innermost(record: RunRecord) -> str:
+def _innermost_frames(record: RunRecord) -> str:
     """Return in one line the innermost frames of a rank's main thread, whose stack faulthandler writes last.
 
     It is the first rank that does not wait for the others, if there is one.

@@ -15,7 +15,7 @@ Action = Literal["stop", "stop everything", "kill a rank", "kill all"]
 Moment = Literal["stop", "first steps", "in a save", "after a save", "in evaluation", "random"]
 EARLIEST, LATEST = 0.25, 0.6
 """The part of the output in which a stop signal is sent: late enough to have saved, early enough to see whether it stops."""
-FIRST_LINES = 2
+FIRST_STEPS_LINE = 2
 
 
 @dataclass(frozen=True)
@@ -53,13 +53,13 @@ def trigger_of(fault: TrialFault, undisturbed: RunRecord, rng: random.Random) ->
     """Return the moment of a fault; or, as text, why the run has no such moment."""
     lines, saves = undisturbed.attempts[-1].lines, undisturbed.attempts[-1].saves
     if fault.moment in {"in a save", "after a save"}:
-        return _at_save(fault, saves)
+        return _save_trigger(fault, saves)
     if not lines:
         return "line", 0, undisturbed.attempts[-1].script_s * rng.uniform(EARLIEST, LATEST)
     if fault.moment == "first steps":
-        return "line", min(FIRST_LINES, len(lines)), 0.0
+        return "line", min(FIRST_STEPS_LINE, len(lines)), 0.0
     if fault.moment == "in evaluation":
-        return _in_evaluation(lines, rng)
+        return _evaluation_trigger(lines, rng)
     last = max(1, len(lines) - 1)
     if fault.moment == "random":
         number = rng.randint(1, last)
@@ -69,7 +69,7 @@ def trigger_of(fault: TrialFault, undisturbed: RunRecord, rng: random.Random) ->
     return "line", number, _gap(lines, number) * rng.random()
 
 
-def _at_save(fault: TrialFault, saves: Sequence[Save]) -> Trigger | str:
+def _save_trigger(fault: TrialFault, saves: Sequence[Save]) -> Trigger | str:
     if not saves:
         return "certify recognised no saved state among the script's files; name them with `script.progress=PATTERN`"
     if fault.moment == "in a save":
@@ -81,7 +81,7 @@ def _at_save(fault: TrialFault, saves: Sequence[Save]) -> Trigger | str:
     return "save done", max((one for one in ends if one <= len(saves) - 2), default=[len(saves), *ends][-1]), 0.0
 
 
-def _in_evaluation(lines: Sequence[PrintedLine], rng: random.Random) -> Trigger | str:
+def _evaluation_trigger(lines: Sequence[PrintedLine], rng: random.Random) -> Trigger | str:
     """Return a moment between a line and the next one, where the next one prints the result of an evaluation."""
     found = [number for number, line in enumerate(lines) if number and line.is_evaluation]
     if not found:

@@ -85,7 +85,7 @@ def _has_all_lines(mine: Sequence[str], other: Sequence[str]) -> bool:
     return all(line in rest for line in other)
 
 
-def aligned(
+def align_file_names(
     here: Mapping[str, Contents], undisturbed: Mapping[str, Contents], newest: Collection[str] = ()
 ) -> dict[str, Contents]:
     """Return the files by the undisturbed run's names, where only a number or an id in a directory's name differs: `version_0`.

@@ -56,7 +56,7 @@ class FileEvents:
         self._apart_from = apart_from
         self._mask = _CHANGES | _READ if only is None else _CHANGES
         for root in roots:
-            for _ in self._add(root):
+            for _ in self._watch_folder(root):
                 pass
 
     def close(self) -> None:
@@ -87,13 +87,13 @@ class FileEvents:
                 continue
             if mask & _FOLDER:
                 if mask & (_CREATED | _MOVED_TO):
-                    for file in self._add(path):
+                    for file in self._watch_folder(path):
                         yield from self._events_before(file)
                 elif mask & _MOVED_FROM and self._only is not None:
                     yield "gone", path
                 continue
             kind = next((kind for bits, kind in _KINDS.items() if mask & bits), None)
-            if kind is None or (kind != "read" and path in self._found and self._found[path] == _look(path)):
+            if kind is None or (kind != "read" and path in self._found and self._found[path] == _size_and_mtime(path)):
                 continue  # of a writing that was over when the directory was found
             if kind != "read":
                 self._found.pop(path, None)
@@ -103,7 +103,7 @@ class FileEvents:
         """Yield what happened to a file before its new directory was watched; of its events, some may still come."""
         yield "begun", file
         if not is_half_written(file):
-            self._found[file] = _look(file)
+            self._found[file] = _size_and_mtime(file)
             yield "named", file
 
     def _concerns(self, path: Path, *, is_folder: bool) -> bool:
@@ -114,7 +114,7 @@ class FileEvents:
             return True
         return any(path.is_relative_to(one) or (is_folder and one.is_relative_to(path)) for one in self._only)
 
-    def _add(self, folder: Path) -> Iterator[Path]:
+    def _watch_folder(self, folder: Path) -> Iterator[Path]:
         """Watch a directory and those in it; yield the files that are there already."""
         if folder.name in LEFT_OUT:
             return
@@ -133,12 +133,12 @@ class FileEvents:
                 if not self._concerns(path, is_folder=is_folder):
                     continue
                 if is_folder:
-                    yield from self._add(path)
+                    yield from self._watch_folder(path)
                 else:
                     yield path
 
 
-def _look(path: Path) -> tuple[int, int]:
+def _size_and_mtime(path: Path) -> tuple[int, int]:
     with suppress(OSError):
         status = path.stat()
         return status.st_size, status.st_mtime_ns

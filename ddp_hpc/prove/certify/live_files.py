@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ddp_hpc.prove.certify.file_events import Kind
-from ddp_hpc.prove.certify.output_lines import PrintedLine, parse, scale_of
-from ddp_hpc.prove.certify.sandbox import files_in
-from ddp_hpc.prove.certify.saved_files import SAVED_SUFFIXES, is_committed, is_half_written, is_saved_state, plain
+from ddp_hpc.prove.certify.output_lines import PrintedLine, parse, scale_from_lines
+from ddp_hpc.prove.certify.sandbox import file_stats
+from ddp_hpc.prove.certify.saved_files import SAVED_SUFFIXES, is_committed, is_half_written, is_saved_state, masked
 
 
 @dataclass
@@ -22,11 +22,11 @@ class LiveFiles:
     root: Path
     """The copy of the user's working directory."""
     save_names: AbstractSet[str] = frozenset()
-    """Names of files that belong to a save, `plain`, as the undisturbed run showed."""
+    """Names of files that belong to a save, `masked`, as the undisturbed run showed."""
     pattern: str | None = None
     """The user's own pattern of saved files."""
     begun_names: set[str] = field(default_factory=set)
-    """Of all files that were begun, `plain`, in this attempt and earlier ones."""
+    """Of all files that were begun, `masked`, in this attempt and earlier ones."""
     num_begun: int = 0
     """How many files of saves were begun; one that is moved here from elsewhere (Lightning's, from `/tmp`) begins with its end."""
     _num_done: int = 0
@@ -47,7 +47,7 @@ class LiveFiles:
         if kind not in {"read", "gone"}:
             self.written.add(path)
         if kind == "begun":
-            self.begun_names.add(plain(path.name))
+            self.begun_names.add(masked(path.name))
             if is_save and path not in self.being_written:
                 self.being_written.add(path)
                 self.num_begun += 1
@@ -65,7 +65,7 @@ class LiveFiles:
     def is_of_save(self, path: Path) -> bool:
         """Tell by its name whether a file is a saved state, or one that is renamed to it when it is whole."""
         has_suffix = not SAVED_SUFFIXES.isdisjoint(path.suffixes)
-        return self.is_state(path) or has_suffix or plain(path.name) in self.save_names
+        return self.is_state(path) or has_suffix or masked(path.name) in self.save_names
 
     def relative(self, path: Path) -> str:
         """Return a file's path below the copy."""
@@ -81,7 +81,7 @@ class LiveFiles:
 
     def states_now(self) -> tuple[tuple[str, ...], list[str]]:
         """Return the files of saves that end before their end, and the saved states that are whole, the oldest first."""
-        found = sorted(files_in(self.root).items(), key=lambda item: item[1][1])
+        found = sorted(file_stats(self.root).items(), key=lambda item: item[1][1])
         paths = [path for path, _ in found if self.is_of_save(self.root / path)]
         half = tuple(path for path in paths if is_half_written(self.root / path))
         whole = (path for path in paths if path not in half and self.is_state(self.root / path))
@@ -128,7 +128,7 @@ class LiveOutput:
 
     def has_position(self) -> bool:
         """Tell whether a line has said where the training is: the script has resumed by then."""
-        return bool(scale_of(line for line in self.lines if not line.is_mention).unit)
+        return bool(scale_from_lines(line for line in self.lines if not line.is_mention).unit)
 
     def step_s(self) -> float:
         """Return how long a step takes, and half a step more, as the newest lines show."""

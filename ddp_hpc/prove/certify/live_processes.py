@@ -11,11 +11,11 @@ import psutil
 from ddp_hpc.base import processes
 from ddp_hpc.job.script.liveness import LEAST_CPU_SHARE, cpu_seconds
 from ddp_hpc.prove.certify.records import SignalAction
-from ddp_hpc.prove.drill.injector import NodeProcess, list_processes, processes_by_kind
+from ddp_hpc.prove.drill.injector import NodeProcess, list_processes, pids_by_kind
 from ddp_hpc.run.run_dir.ledger import Ledger
 from ddp_hpc.run.run_dir.paths import RunDir
 
-MARK = "_DDP_HPC_CERTIFIED_RUN"
+MARK_VARIABLE = "_DDP_HPC_CERTIFIED_RUN"
 """A variable of all processes of a run that is certified; its value is the run's directory."""
 VANISH_S = 10.0
 """How long killed processes get to vanish."""
@@ -48,7 +48,7 @@ class LiveProcesses:
         listed: list[NodeProcess] = []
         with suppress(psutil.Error):
             listed = list_processes(psutil.Process(newest.pid).children(recursive=True))
-        self.workers = processes_by_kind([one for one in listed if one.argv], str(self.run.path))["worker"]
+        self.workers = pids_by_kind([one for one in listed if one.argv], str(self.run.path))["worker"]
         children = [[one.pid for one in listed if one.parent == worker] for worker in self.workers]
         self.scripts = [min(pids) for pids in children if pids]
         if self.scripts and self.scripts_since is None:
@@ -110,7 +110,7 @@ def end_survivors(run: RunDir, command: str) -> list[str]:
     found = {}
     for each in psutil.process_iter():
         with suppress(psutil.Error, OSError):  # it is gone, or another user's
-            if each.environ().get(MARK) == str(run.path) and each.status() != psutil.STATUS_ZOMBIE:
+            if each.environ().get(MARK_VARIABLE) == str(run.path) and each.status() != psutil.STATUS_ZOMBIE:
                 found[each.pid] = " ".join(each.cmdline())
     processes.kill(found)
     # Ours, and the script, may be exiting just now; a process that the script has forked shows its command line, too, and is

@@ -18,7 +18,7 @@ _STATE_SUFFIXES = frozenset({".pt", ".pth", ".ckpt", ".safetensors", ".distcp"})
 """Of saved states, also before another suffix (`last.pth.tar`). Fewer than `SAVED_SUFFIXES`, as data sets have the others, too (`train.bin`, `shard-0.tar`)."""
 MOST_ENTRIES = 50_000
 """So many files below a path are checked; a data set may have millions."""
-_ANYBODYS = ("/", "/tmp", "/var/tmp", "/scratch", "/home")  # noqa: S108  named, not written
+_SHARED_DIRS = ("/", "/tmp", "/var/tmp", "/scratch", "/home")  # noqa: S108  named, not written
 """Directories that a script may name to build a path, and in which others write; the user's home and cache are such, too."""
 
 
@@ -47,7 +47,7 @@ def named_paths(words: Sequence[str], in_source: Collection[str]) -> tuple[Path,
     texts = {one for one in (*parts, *in_source) if one.startswith(("/", "~/")) and not {"\0", "\n"} & {*one}}
     paths = {Path(os.path.normpath(Path(one).expanduser())) for one in texts}
     no_outputs = [*map(Path, ("/dev", "/proc", "/sys")), Path.home() / ".cache"]
-    own = (path for path in paths if str(path) not in _ANYBODYS and not Path.home().is_relative_to(path))
+    own = (path for path in paths if str(path) not in _SHARED_DIRS and not Path.home().is_relative_to(path))
     return tuple(sorted(path for path in own if not any(path.is_relative_to(one) for one in no_outputs)))
 
 
@@ -67,12 +67,12 @@ def texts_in_source(program: Program, work_dir: Path) -> set[str]:
             for node in ast.walk(ast.parse(file.read_text(encoding="utf-8", errors="replace"))):
                 if isinstance(node, ast.Constant) and isinstance(node.value, str):
                     texts.add(node.value)
-                for name in _imported(node):
+                for name in _import_paths(node):
                     waiting += [root / f"{name}{end}" for root in roots for end in (".py", "/__init__.py")]
     return texts
 
 
-def _imported(node: ast.AST) -> list[str]:
+def _import_paths(node: ast.AST) -> list[str]:
     """Return what an import names, as paths below a root: `from pkg import part` -> `pkg`, `pkg/part`."""
     names: list[str] = []
     if isinstance(node, ast.Import):

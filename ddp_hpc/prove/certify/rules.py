@@ -30,7 +30,7 @@ def diagnose(evidence: TrialEvidence) -> list[Defect]:
 # --- what in the evidence shows a defect; empty where nothing does -------------------------------------------------------
 
 
-def _ignores_signal(seen: TrialEvidence) -> str:
+def _ignored_signal_text(seen: TrialEvidence) -> str:
     name, action = f"SIG{seen.fault.stop_signal}", seen.injected_fault.signal_action
     if action == "ignored":
         return f"the script ignores {name} (by /proc/PID/status), and printed {seen.num_after_signal} more {seen.unit}s"
@@ -39,12 +39,12 @@ def _ignores_signal(seen: TrialEvidence) -> str:
     return ""
 
 
-def _loaders_die(seen: TrialEvidence) -> str:
+def _dead_loader_text(seen: TrialEvidence) -> str:
     is_shown = seen.fault.is_stop and seen.dead_loader_line
     return f"after the signal, the script ended with: {seen.dead_loader_line}" if is_shown else ""
 
 
-def _ranks_disagree(seen: TrialEvidence) -> str:
+def _disagreement_text(seen: TrialEvidence) -> str:
     if seen.injected_fault.signal_action != "caught" or seen.dead_loader_line:
         return ""
     if seen.is_waiting_in_collective:
@@ -55,7 +55,7 @@ def _ranks_disagree(seen: TrialEvidence) -> str:
     return ""
 
 
-def _uses_half_written(seen: TrialEvidence) -> str:
+def _half_written_text(seen: TrialEvidence) -> str:
     for file in () if seen.missing_beside_state else seen.cut_off_files:
         cut_off = f"{file} was cut off by a kill while the script wrote it under its final name"
         if seen.record.outcome in {"failed", "hung"} and seen.resume_point is None:
@@ -69,21 +69,21 @@ def _uses_half_written(seen: TrialEvidence) -> str:
     return ""
 
 
-def _uses_torn_directory(seen: TrialEvidence) -> str:
+def _torn_directory_text(seen: TrialEvidence) -> str:
     if seen.record.outcome != "failed" or seen.resume_point is not None or not (missing := seen.missing_beside_state):
         return ""
     return f"a kill left the directory without {missing}, and the script did not resume: {seen.error}"
 
 
-def _starts_over(seen: TrialEvidence) -> str:
+def _start_over_text(seen: TrialEvidence) -> str:
     if not seen.has_started_over or seen.states_read:
         return ""
     did = "saved as often as without the fault" if seen.resume_point is None else f"began at its first {seen.unit}"
     return f"{seen.newest_state} existed, but the script read no saved state, and {did}"
 
 
-def _resumes_wrong_file(seen: TrialEvidence) -> str:
-    newest = seen.states_to_read
+def _wrong_file_text(seen: TrialEvidence) -> str:
+    newest = seen.acceptable_states
     if not newest or not seen.states_read or {*newest}.intersection(seen.states_read) or not seen.num_repeated:
         return ""
     return (
@@ -92,14 +92,14 @@ def _resumes_wrong_file(seen: TrialEvidence) -> str:
     )
 
 
-def _miscounts(seen: TrialEvidence) -> str:
+def _miscount_text(seen: TrialEvidence) -> str:
     """Return a counter of the script's own that ends elsewhere; a scheduler that is off by one leaves it alone."""
-    return _first_at_end(
+    return _wrong_number_evidence(
         seen, {"step", "steps", "global_step", "iteration", "iter", "num_steps", "num_updates", "batches_done"}
     )
 
 
-def _first_at_end(seen: TrialEvidence, names: set[str]) -> str:
+def _wrong_number_evidence(seen: TrialEvidence, names: set[str]) -> str:
     """Return the first number of these names that is another one at the end; `step` of an optimizer's moments is a tensor."""
     for one in seen.lasting_differences if seen.has_other_end else ():
         if one.path.rpartition(".")[2] in names and not one.here.startswith("tensor"):
@@ -107,27 +107,27 @@ def _first_at_end(seen: TrialEvidence, names: set[str]) -> str:
     return ""
 
 
-def _scheduler_off(seen: TrialEvidence) -> str:
+def _scheduler_off_text(seen: TrialEvidence) -> str:
     """Return a value of a scheduler that is another one, or the learning rate that it has set."""
-    saved = seen.baseline.checkpoint
-    if _miscounts(seen) or saved is None:
+    saved = seen.baseline.saved_contents
+    if _miscount_text(seen) or saved is None:
         return ""
     of_optimizer = {"lr"} if saved.has_optimizer else set()
-    shown = _first_at_end(seen, {"last_epoch", "_step_count"}) or _first_at_end(seen, of_optimizer)
+    shown = _wrong_number_evidence(seen, {"last_epoch", "_step_count"}) or _wrong_number_evidence(seen, of_optimizer)
     missing = "" if saved.has_lr_scheduler else "its saved states have no `last_epoch` of a scheduler; "
     return f"{missing}{shown}" if shown else ""
 
 
-def _optimizer_lost(seen: TrialEvidence) -> str:
-    saved = seen.baseline.checkpoint
+def _lost_optimizer_text(seen: TrialEvidence) -> str:
+    saved = seen.baseline.saved_contents
     if not seen.has_other_end or saved is None or saved.has_optimizer:
         return ""
-    is_later = seen.losses_differ[:1] == [False] and any(seen.losses_differ)
+    is_later = seen.loss_diff_flags[:1] == [False] and any(seen.loss_diff_flags)
     same = "the first loss after the resume is the same, later ones are not; " if is_later else ""
     return f"{same}its saved states have no `param_groups`, which every optimizer's state has"
 
 
-def _doubles_metrics(seen: TrialEvidence) -> str:
+def _doubled_metrics_text(seen: TrialEvidence) -> str:
     if not seen.has_come_back or seen.doubled_row is None:
         return ""
     file, line = seen.doubled_row
@@ -139,63 +139,63 @@ def position_text(position: Sequence[float] | None) -> str:
     return "/".join(map(str, position or ()))
 
 
-_AGREE = "flag = torch.tensor(int(stop_asked)); dist.all_reduce(flag, dist.ReduceOp.MAX)  # each step, on all ranks\nif flag.item(): save(); break"
+_STOP_SYNC_CODE = "flag = torch.tensor(int(stop_asked)); dist.all_reduce(flag, dist.ReduceOp.MAX)  # each step, on all ranks\nif flag.item(): save(); break"
 
 RULES: Mapping[str, tuple[str, str, Callable[[TrialEvidence], str]]] = {
     "loader workers die first": (
         "The signal reaches the processes of the DataLoader, too. It kills them, and the training fails before it has saved.",
         "DataLoader(..., worker_init_fn=lambda _: signal.signal(signal.SIGTERM, signal.SIG_IGN))",
-        _loaders_die,
+        _dead_loader_text,
     ),
     "ranks do not agree on the step of the stop": (
         "Each rank stops when it sees the signal itself, so one leaves while the others wait for it in a collective.",
-        _AGREE,
-        _ranks_disagree,
+        _STOP_SYNC_CODE,
+        _disagreement_text,
     ),
     "ignores the stop signal": (
         "The script does not stop when it is asked to, so Slurm kills it when the grace time is over, and unsaved work is lost.",
-        f"signal.signal(signal.SIGTERM, lambda *_: globals().update(stop_asked=True))\n{_AGREE}",
-        _ignores_signal,
+        f"signal.signal(signal.SIGTERM, lambda *_: globals().update(stop_asked=True))\n{_STOP_SYNC_CODE}",
+        _ignored_signal_text,
     ),
     "half-written file used": (
         "The script saves directly under the name that it loads from, so a kill in a save leaves a file that cannot be read.",
         "torch.save(state, path + '.tmp'); os.replace(path + '.tmp', path)   # also of a text file that names the newest state",
-        _uses_half_written,
+        _half_written_text,
     ),
     "half-written directory used": (
         "The script writes the files of a saved state one after another into the directory that it loads, so a kill in a save leaves only some of them.",
         "save(path + '.tmp'); os.rename(path + '.tmp', path)   # or resume from the newest directory that has a trainer_state.json (Transformers), a .metadata (torch.distributed.checkpoint)",
-        _uses_torn_directory,
+        _torn_directory_text,
     ),
     "starts over": (
         "The script does not load what it has saved.",
         "if os.path.exists(path): state = torch.load(path); model.load_state_dict(state['model']); start = state['step']",
-        _starts_over,
+        _start_over_text,
     ),
     "resumes from the wrong file": (
         "The script resumes from a saved state that is not the newest.",
         "newest = max(Path('checkpoints').glob('epoch_*.pt'), key=lambda p: int(re.search(r'\\d+', p.name)[0]))",
-        _resumes_wrong_file,
+        _wrong_file_text,
     ),
     "goes on at the wrong step": (
         "When the script resumes, it repeats a step that its weights have already seen, or skips one.",
         "state['step'] = step + 1   # the step to go on with: the one after the step that the weights have seen",
-        _miscounts,
+        _miscount_text,
     ),
     "optimizer not restored": (
         "When the script resumes, its optimizer starts over: momentum and moments are lost, if it keeps any.",
         "state['optimizer'] = optimizer.state_dict(); ...; optimizer.load_state_dict(state['optimizer'])",
-        _optimizer_lost,
+        _lost_optimizer_text,
     ),
     "scheduler not restored": (
         "When the script resumes, its learning rate scheduler is at another step than the training.",
         "state['lr_scheduler'] = lr_scheduler.state_dict(); ...; lr_scheduler.load_state_dict(state['lr_scheduler'])",
-        _scheduler_off,
+        _scheduler_off_text,
     ),
     "metrics doubled": (
         "The script appends to its log again what it had written before the fault.",
         "lines = [line for line in open(log) if step_of(line) <= state['step']]; open(log, 'w').writelines(lines)   # when it resumes",
-        _doubles_metrics,
+        _doubled_metrics_text,
     ),
 }
 """Name -> what is wrong, the lines that mend it, and what shows it; the most specific first."""

@@ -21,11 +21,11 @@ LEFT_OUT = frozenset({"__pycache__", "node_modules", ".mypy_cache", ".pytest_cac
 """Directories that no script reads as data."""
 _MOST_SEEN = 10 * MOST_FILES
 """So many entries are counted, to say which directories are the largest."""
-_LINKED_MARKS = ("pyvenv.cfg", "conda-meta")
+_VENV_MARKER_NAMES = ("pyvenv.cfg", "conda-meta")
 """A directory that has one is a virtual environment."""
 
 
-def copy_of(work_dir: Path, target: Path, *, left_out: Collection[Path] = ()) -> list[Path]:
+def copy_work_dir(work_dir: Path, target: Path, *, left_out: Collection[Path] = ()) -> list[Path]:
     """Copy a working directory; return the paths outside of it that the copy has links to.
 
     What a link leads to is copied, too. Only what is too large for that stays a link, and repositories and virtual environments.
@@ -33,7 +33,7 @@ def copy_of(work_dir: Path, target: Path, *, left_out: Collection[Path] = ()) ->
     # Nothing is written before all is known: a refusal leaves no half of a copy.
     skipped = {form for path in left_out for form in (path.absolute(), path.resolve())}
     copy = _Copy(work_dir, target, {path for path in skipped if not work_dir.is_relative_to(path)})
-    copy.read()
+    copy.plan_copy()
     copy.make()
     return copy.outside
 
@@ -58,7 +58,7 @@ class _Tree:
     def num_entries(self) -> int:
         return len(self.folders) + len(self.files) + len(self.links) + len(self.elsewhere)
 
-    def is_within(self, num_files: int, num_bytes: float) -> bool:
+    def is_within_limits(self, num_files: int, num_bytes: float) -> bool:
         return self.num_entries <= num_files and self.num_bytes <= num_bytes
 
 
@@ -71,11 +71,11 @@ class _Copy:
     links: list[tuple[Path, Path]] = field(default_factory=list)
     outside: list[Path] = field(default_factory=list)
 
-    def read(self) -> None:
+    def plan_copy(self) -> None:
         """Find all that there is to copy, and decide what stays a link."""
         tree = self._read_tree(self.work_dir, self.target, _MOST_SEEN, math.inf)
-        if not tree.is_within(MOST_FILES, MOST_BYTES):
-            raise ConfigError(_too_large(tree))
+        if not tree.is_within_limits(MOST_FILES, MOST_BYTES):
+            raise ConfigError(_too_large_message(tree))
         self.trees.append(tree)
         waiting = deque(tree.elsewhere)
         while waiting:
@@ -117,7 +117,7 @@ class _Copy:
             tree.folders.insert(0, place)
         else:
             tree = _Tree(source, place, files=[(source, place)], num_bytes=_size(source))
-        return tree if tree.is_within(num_files, num_bytes) else None
+        return tree if tree.is_within_limits(num_files, num_bytes) else None
 
     def _add_link(self, place: Path, source: Path) -> None:
         self.links.append((place, source))
@@ -154,7 +154,7 @@ class _Copy:
                 elif entry.is_file():  # no socket, and no pipe
                     tree.files.append((source, place))
                     tree.num_bytes += _size(source)
-                if not tree.is_within(most_entries, most_bytes):
+                if not tree.is_within_limits(most_entries, most_bytes):
                     return tree
         return tree
 
@@ -175,10 +175,10 @@ class _Copy:
 
 def _is_only_linked(path: Path) -> bool:
     """Tell whether a directory is one that scripts use and do not write to: a repository's, or a virtual environment."""
-    return path.name == ".git" or any((path / name).exists() for name in _LINKED_MARKS)
+    return path.name == ".git" or any((path / name).exists() for name in _VENV_MARKER_NAMES)
 
 
-def _too_large(tree: _Tree) -> str:
+def _too_large_message(tree: _Tree) -> str:
     counts, sizes = Counter[Path](), Counter[Path]()
     for source, _ in tree.files:
         top = tree.root / source.relative_to(tree.root).parts[0]
@@ -205,7 +205,7 @@ def _gb(num_bytes: int) -> str:
     return f"{num_bytes / 1e9:.1f} GB"
 
 
-def files_in(root: Path) -> dict[str, tuple[int, int]]:
+def file_stats(root: Path) -> dict[str, tuple[int, int]]:
     """Return each file below a directory: its path -> size and modification time in ns. Links are left out."""
     found: dict[str, tuple[int, int]] = {}
     for folder, names, files in os.walk(root):

@@ -21,7 +21,7 @@ SAVED_SUFFIXES = frozenset(
     for name in "pt pth ckpt bin safetensors tar pkl npz npy state distcp h5 hdf5 msgpack".split()  # noqa: SIM905
 )
 """Of files in which scripts save their state."""
-COMMITTED_BY_ANOTHER = ".distcp"
+DISTCP_SUFFIX = ".distcp"
 """Of files that count once another one is there: torch.distributed.checkpoint writes a directory's `.metadata` last."""
 MOST_BYTES = 512 << 20
 """The largest file that is read."""
@@ -59,14 +59,14 @@ class Contents:
         return any(path.rpartition(".")[2] == "last_epoch" for path in self.values)
 
 
-def plain(name: str) -> str:
+def masked(name: str) -> str:
     """Return a file's name without what changes from save to save: `epoch_#.pt`."""
     return re.sub(r"[0-9]+", "#", name)
 
 
-def kind_of(path: str) -> str:
-    """Return the name that a file has in any directory, `plain`."""
-    return plain(PurePosixPath(path).name)
+def masked_name(path: str) -> str:
+    """Return the name that a file has in any directory, `masked`."""
+    return masked(PurePosixPath(path).name)
 
 
 def is_saved_state(path: Path, pattern: str | None = None) -> bool:
@@ -78,7 +78,7 @@ def is_saved_state(path: Path, pattern: str | None = None) -> bool:
 
 def is_committed(path: Path) -> bool:
     """Tell whether a reader takes a whole file for part of a state."""
-    return path.suffix != COMMITTED_BY_ANOTHER or path.with_name(".metadata").exists()
+    return path.suffix != DISTCP_SUFFIX or path.with_name(".metadata").exists()
 
 
 def is_half_written(path: Path) -> bool:
@@ -102,7 +102,7 @@ def is_half_written(path: Path) -> bool:
     return path.suffix in {".pt", ".pth", ".ckpt"} and not start.strip(b"\0")
 
 
-def read_in(root: Path, path: Path) -> Contents:
+def read_in_copy(root: Path, path: Path) -> Contents:
     """Return what a file holds, with `.` for the copy that it lies in: two runs that save their own paths save the same."""
     found, here = read(path), str(root)
     values = {name.replace(here, "."): text.replace(here, ".") for name, text in found.values.items()}
@@ -184,10 +184,10 @@ class _Tensor(str):
     __hash__ = object.__hash__
 
 
-class _Object(dict[Any, Any]):
+class _ObjectStandIn(dict[Any, Any]):
     """Stands for an object of any class: its arguments, its state and its items, and none of its code."""
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> _Object:  # noqa: PYI034  stubs are made by name
+    def __new__(cls, *args: Any, **kwargs: Any) -> _ObjectStandIn:  # noqa: PYI034  stubs are made by name
         new = super().__new__(cls)
         new.update({"__class__": cls.__name__, **{f"__{number}__": one for number, one in enumerate(args)}, **kwargs})
         return new
@@ -236,7 +236,7 @@ class _Unpickler(pickle.Unpickler):
         self._digest = functools.cache(lambda key: _hash(read_storage(key)))
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
-        return _KNOWN.get((module_name, global_name)) or type(f"{module_name}.{global_name}", (_Object,), {})
+        return _KNOWN.get((module_name, global_name)) or type(f"{module_name}.{global_name}", (_ObjectStandIn,), {})
 
     def persistent_load(self, pid: Any) -> tuple[str, str]:
         """Return a storage's type (`FloatStorage`), and a hash of its bytes as a tensor's content."""

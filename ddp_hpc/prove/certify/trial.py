@@ -19,10 +19,10 @@ from ddp_hpc.launch.submission.backend import backend_of
 from ddp_hpc.prove.certify.faults import Action, TrialFault, Trigger
 from ddp_hpc.prove.certify.file_events import FileEvents, Kind
 from ddp_hpc.prove.certify.live_files import LiveFiles, LiveOutput
-from ddp_hpc.prove.certify.live_processes import MARK, VANISH_S, LiveProcesses, end_all_below, end_survivors
+from ddp_hpc.prove.certify.live_processes import MARK_VARIABLE, VANISH_S, LiveProcesses, end_all_below, end_survivors
 from ddp_hpc.prove.certify.records import AttemptRecord, InjectedFault, RunRecord, Save
-from ddp_hpc.prove.certify.sandbox import files_in
-from ddp_hpc.prove.certify.saved_files import read_in
+from ddp_hpc.prove.certify.sandbox import file_stats
+from ddp_hpc.prove.certify.saved_files import read_in_copy
 from ddp_hpc.run.run_dir.failure_reports import read_failures
 from ddp_hpc.run.run_dir.ledger import Ledger
 from ddp_hpc.run.run_dir.paths import RunDir
@@ -40,7 +40,7 @@ STACKS_S = 3.0
 """How long the ranks get to write their stacks."""
 _TAIL, _STACKS_TAIL = 60_000, 1 << 24
 """How much of a rank's log is read, in bytes; the stacks of a hundred threads take more than the rest."""
-_ABORTED = "Fatal Python error: Aborted"
+_ABORT_MESSAGE = "Fatal Python error: Aborted"
 
 
 @dataclass(kw_only=True)
@@ -58,7 +58,7 @@ class Trial:
     fault: TrialFault | None = None
     trigger: Trigger | None = None
     save_names: frozenset[str] = frozenset()
-    """Names of files that belong to a save, `plain`, as the undisturbed run showed."""
+    """Names of files that belong to a save, `masked`, as the undisturbed run showed."""
     progress: str | None = None
     """The user's own pattern of saved files."""
     printing_rank: int = 0
@@ -71,7 +71,7 @@ class Trial:
     injected: InjectedFault | None = None
     """The newest."""
     begun_names: set[str] = field(default_factory=set)
-    """Of all files that were begun, `plain`."""
+    """Of all files that were begun, `masked`."""
     _num_injected: int = 0
     written_outside: set[str] = field(default_factory=set)
     """Files outside of its directory that it wrote to."""
@@ -81,12 +81,12 @@ class Trial:
     _longest_silence_s: float = 0.0
 
     @property
-    def directory(self) -> RunDir:
+    def run_dir(self) -> RunDir:
         return RunDir(self.runs_dir / self.name)
 
     def run(self) -> RunRecord:
         """Run the script to its end; return what was seen."""
-        before = files_in(self.work_dir)
+        before = file_stats(self.work_dir)
         attempts: list[AttemptRecord] = []
         num_vain = 0
         self._events = FileEvents(self.work_dir)
@@ -113,8 +113,8 @@ class Trial:
             attempts=tuple(attempts),
             injected=self.injected,
             final={
-                path: read_in(self.work_dir, self.work_dir / path)
-                for path, look in files_in(self.work_dir).items()
+                path: read_in_copy(self.work_dir, self.work_dir / path)
+                for path, look in file_stats(self.work_dir).items()
                 if before.get(path) != look
             },
             stacks=self._stacks,
@@ -126,9 +126,9 @@ class Trial:
 
     def _run_attempt(self, number: int) -> AttemptRecord:
         self._number = number
-        self._output = LiveOutput(self.directory.rank_log(number, self.printing_rank), self.began)
+        self._output = LiveOutput(self.run_dir.rank_log(number, self.printing_rank), self.began)
         self._files = LiveFiles(self.work_dir, self.save_names, self.progress, self.begun_names)
-        self._processes = LiveProcesses(self.directory)
+        self._processes = LiveProcesses(self.run_dir)
         self._saves: list[Save] = []
         self._due_at: float | None = None
         self._is_injected = False
@@ -139,7 +139,7 @@ class Trial:
             submitted = subprocess.Popen(
                 self._argv(),
                 cwd=self.work_dir,
-                env={**self.environ, "PYTHONFAULTHANDLER": "1", MARK: str(self.directory.path)},
+                env={**self.environ, "PYTHONFAULTHANDLER": "1", MARK_VARIABLE: str(self.run_dir.path)},
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,
@@ -193,7 +193,7 @@ class Trial:
         contents, at = None, time.monotonic() - self.began
         if self.fault is None:  # the undisturbed run: what it has saved is what others are compared with
             with suppress(OSError):
-                contents = read_in(self.work_dir, path)
+                contents = read_in_copy(self.work_dir, path)
         self._read_output()
         num_lines = len(self._output.lines)
         return Save(path=self._files.relative(path), num_lines=num_lines, at=at, contents=contents, in_place=in_place)
@@ -228,7 +228,7 @@ class Trial:
         action = self._processes.action_of(fault.stop_signal) if fault.is_stop else ""
         _ACTIONS[fault.action](self._processes, self._output)
         if fault.is_stop:
-            ask_to_stop(self.directory)
+            ask_to_stop(self.run_dir)
         at = time.monotonic() - self.began
         self.injected = InjectedFault(attempt=self._number, at_line=counts["line"], at=at, signal_action=action)
 
@@ -244,7 +244,7 @@ class Trial:
     # --- the end of an attempt -------------------------------------------------------------------------------------
 
     def _make_record(self, said: Path, left_behind: Sequence[str]) -> AttemptRecord:
-        run = self.directory
+        run = self.run_dir
         entry = Ledger.read(run).attempt(self._number)
         failures = read_failures(run, self._number)
         text = said.read_text(encoding="utf-8", errors="replace").strip()
@@ -265,19 +265,19 @@ class Trial:
 
     def _read_logs(self, tail_bytes: int = _TAIL) -> dict[int, str]:
         """Return the end of each rank's log."""
-        paths = self.directory.attempt_logs(self._number).glob("rank-*.log")
+        paths = self.run_dir.attempt_logs(self._number).glob("rank-*.log")
         tails = ((path, path.read_bytes()[-tail_bytes:]) for path in paths)
         return {int(path.stem.partition("-")[2]): tail.decode("utf-8", errors="replace") for path, tail in tails}
 
     def _ask_for_stacks(self) -> None:
         """Have each rank print its Python stack, which ends it (SIGABRT, with `PYTHONFAULTHANDLER`), and keep what they print."""
         self._processes.find()
-        processes.send(self._processes.scripts, processes.signal_number("ABRT"))
+        processes.send_signal(self._processes.scripts, processes.signal_number("ABRT"))
         deadline = time.monotonic() + STACKS_S
         while time.monotonic() < deadline and len(self._stacks) < max(1, len(self._processes.scripts)):
             time.sleep(0.1)
             for rank, text in self._read_logs(_STACKS_TAIL).items():
-                _, is_there, stack = text.rpartition(_ABORTED)
+                _, is_there, stack = text.rpartition(_ABORT_MESSAGE)
                 if is_there and stack:
                     self._stacks[rank] = stack
         self._stacks = self._stacks or {-1: "no stack could be read"}
@@ -289,13 +289,13 @@ class Trial:
             end_all_below(submitted.pid)
             submitted.wait()
         self._cancel()
-        return end_survivors(self.directory, " ".join(self.command))
+        return end_survivors(self.run_dir, " ".join(self.command))
 
     def _cancel(self) -> None:
-        newest = Ledger.read(self.directory).newest
+        newest = Ledger.read(self.run_dir).newest
         if newest is None or not newest.is_last:
             with suppress(DdpHpcError, OSError):  # it has not begun; or its records cannot be written
-                backend_of(self.directory).cancel(self.directory, self.environ)
+                backend_of(self.run_dir).cancel(self.run_dir, self.environ)
 
 
 _ACTIONS: Mapping[Action, Callable[[LiveProcesses, LiveOutput], None]] = {

@@ -11,12 +11,12 @@ from ddp_hpc.prove.certify.rules import Defect, diagnose, position_text
 
 GOOD = frozenset({"exact", "loses", "comes back", "not tried"})
 """`not tried`, where the script has no such moment, does no harm beside others; alone it says nothing."""
-_WORDS: Mapping[str, str] = {
+_TEXT_BY_VERDICT: Mapping[str, str] = {
     "untouched": "not tried: the run finished before the moment of the fault",
     "not tried": "not tried: when the fault came, nothing was left to train",
     "differs": "differs: the script resumed, but its result is another",
 }
-_TABLE: Mapping[str, Callable[[TrialEvidence], object]] = {
+_VERDICT_RULES: Mapping[str, Callable[[TrialEvidence], object]] = {
     "untouched": lambda seen: seen.record.outcome == "untouched",
     "hangs": lambda seen: seen.record.outcome == "hung",
     "does not come back": lambda seen: not seen.has_come_back,
@@ -26,7 +26,7 @@ _TABLE: Mapping[str, Callable[[TrialEvidence], object]] = {
     "saves nothing": lambda seen: seen.has_saved_nothing,
     # which also says that the final files are the same:
     "loses": lambda seen: seen.num_repeated and seen.baseline.is_deterministic is not False,
-    "comes back": lambda seen: seen.baseline.is_deterministic is False or not seen.is_measured or not seen.comparable,
+    "comes back": lambda seen: seen.baseline.is_deterministic is False or not seen.prints_resume or not seen.comparable,
     "exact": lambda _: True,
 }
 """The first that holds is the verdict."""
@@ -56,7 +56,7 @@ class FaultResult:
     run: str = ""
 
     @property
-    def read_words(self) -> str:
+    def read_back_text(self) -> str:
         """Which saved states it read back, or which it left alone, as text."""
         if self.read_back:
             return ", ".join(self.read_back[:2]) + (", ..." if len(self.read_back) > 2 else "")
@@ -76,22 +76,22 @@ class FaultResult:
 
 def needs_second_run(evidence: TrialEvidence) -> bool:
     """Tell whether only a second undisturbed run shows what a difference means."""
-    seen = evidence.differences or any(evidence.losses_differ)
+    seen = evidence.differences or any(evidence.loss_diff_flags)
     return evidence.has_finished and bool(seen) and not evidence.has_same_saved_state
 
 
 def judge(name: str, evidence: TrialEvidence) -> FaultResult:
     """Return the verdict on one fault."""
-    verdict = next(verdict for verdict, holds in _TABLE.items() if holds(evidence))
-    words, description = _WORDS.get(verdict, verdict), evidence.fault.description
+    verdict = next(verdict for verdict, holds in _VERDICT_RULES.items() if holds(evidence))
+    words, description = _TEXT_BY_VERDICT.get(verdict, verdict), evidence.fault.description
     finding = FaultResult(fault=name, description=description, verdict=verdict, words=words)
     if not finding.was_tried:
         finding.reason = "have the script train on for longer after its last save, or save fewer files at a time"
         return finding
     if evidence.has_other_end:
         at = f"the first loss after the resume, at {evidence.unit} {position_text(evidence.resume_point)}; "
-        later = "a later loss after the resume; " if any(evidence.losses_differ) else ""
-        where = at if evidence.losses_differ[:1] == [True] else later
+        later = "a later loss after the resume; " if any(evidence.loss_diff_flags) else ""
+        where = at if evidence.loss_diff_flags[:1] == [True] else later
         finding.first_difference = f"{where}{_difference_text(evidence.differences[0])}"
     finding.newest_state, finding.read_back = evidence.newest_state, evidence.states_read
     finding.defects = diagnose(evidence)
@@ -111,7 +111,7 @@ def _reason(finding: FaultResult, evidence: TrialEvidence) -> str:
     # A file that could have been cut off, and was not, alters no result.
     harmful = [one for one in finding.defects if one.name != "half-written file used" or evidence.cut_off_files]
     if evidence.has_other_end and finding.verdict == "differs" and not harmful:
-        missing = _missing(evidence)
+        missing = _missing_states(evidence)
         unknown = f"certify does not know why; what differs first: {finding.first_difference}{f'; its saved state has {missing}' if missing else ''}"
         return f"{unknown}; not the reason, but to be mended, too: {named}" if named else unknown
     if named:
@@ -133,9 +133,9 @@ def _difference_text(difference: FileDifference) -> str:
     return f"{where} is {difference.here[:60]!r}, and {difference.undisturbed[:60]!r} in the undisturbed run"
 
 
-def _missing(evidence: TrialEvidence) -> str:
+def _missing_states(evidence: TrialEvidence) -> str:
     """Return what the saved state lacks: `no state of an optimizer and no state of a random generator`."""
-    saved = evidence.baseline.checkpoint
+    saved = evidence.baseline.saved_contents
     held = {} if saved is None else {"an optimizer": saved.has_optimizer, "a random generator": saved.has_rng}
     return " and ".join(f"no state of {name}" for name, is_there in held.items() if not is_there)
 
@@ -147,7 +147,7 @@ def _notes(finding: FaultResult, evidence: TrialEvidence) -> Iterator[str]:
     if fault.moment == "in a save" and not evidence.injected_fault.was_in_save and finding.is_good:
         yield "no kill came while the script wrote a file: its saves are too short for certify to hit"
     if evidence.baseline.is_deterministic is False:
-        missing = _missing(evidence)
+        missing = _missing_states(evidence)
         yield (
             "two undisturbed runs differ, so neither losses nor final files can be compared: the verdicts `exact`, `loses at most N steps` "
             "and `differs` are not possible, and a state that is not saved, or data in another order, would not be found. "
@@ -156,7 +156,7 @@ def _notes(finding: FaultResult, evidence: TrialEvidence) -> Iterator[str]:
         )
     if finding.verdict == "exact" and not evidence.injected_fault.present:
         yield "the fault came before the first save, so no resume was tested"
-    if finding.verdict == "comes back" and not evidence.is_measured:
+    if finding.verdict == "comes back" and not evidence.prints_resume:
         yield "the script does not print at which step it continues, so the amount of repeated work is not known"
     if evidence.has_finished and not evidence.comparable:
         yield "no file was compared: the script leaves none, or names or all values of files differ between undisturbed runs"
@@ -164,7 +164,7 @@ def _notes(finding: FaultResult, evidence: TrialEvidence) -> Iterator[str]:
     if evidence.has_same_saved_state and others:
         yield f"the saved states are the same, but {_difference_text(others[0])}"
     other = "after the resume, the script prints other losses than the undisturbed run,"
-    if any(evidence.losses_differ) and evidence.has_same_saved_state:
+    if any(evidence.loss_diff_flags) and evidence.has_same_saved_state:
         yield f"{other} but both save the same states: so the resume is right, and the printed loss is probably a running mean that starts again"
-    elif any(evidence.losses_differ) and finding.verdict in GOOD and evidence.baseline.is_deterministic is not False:
+    elif any(evidence.loss_diff_flags) and finding.verdict in GOOD and evidence.baseline.is_deterministic is not False:
         yield f"{other} and certify could not compare all weights that it saves, so it is not known whether the resume is right"

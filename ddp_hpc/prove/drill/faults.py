@@ -12,7 +12,7 @@ from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.cluster.slurm import client
 from ddp_hpc.cluster.slurm.framing import read_answers
 from ddp_hpc.launch.submission.request import SubmitRequest
-from ddp_hpc.prove.drill.injector import INJECTOR
+from ddp_hpc.prove.drill.injector import INJECTOR_MODULE
 from ddp_hpc.run.run_dir.ledger import Attempt
 from ddp_hpc.run.run_dir.records import read_progress
 
@@ -44,14 +44,14 @@ class Fault:
     """Whether the workers exit because of the fault, and another attempt starts."""
 
 
-def _on_node(action: str, kind: str) -> Inject:
+def _node_injector(action: str, kind: str) -> Inject:
     """Return what applies an action to a process of the run on the node; srun runs on the batch host."""
 
     def inject(request: SubmitRequest, attempt: Attempt, node: str, _: str) -> Injection:
         is_by_srun = kind == "agent" and request.spec.launcher == "srun"
         what, where = ("srun", attempt.nodes[0]) if is_by_srun else (kind, node)
         mark = secrets.token_hex(8)
-        command = [sys.executable, "-m", INJECTOR, str(request.run.path), action, what, f"--mark={mark}"]
+        command = [sys.executable, "-m", INJECTOR_MODULE, str(request.run.path), action, what, f"--mark={mark}"]
         answers = read_answers(client.run_in_job(attempt.job_id, where, command, request.environ), mark)
         answer = next(iter(answers.values()), None)
         if answer is None:
@@ -111,17 +111,15 @@ FAULTS: Mapping[str, Fault] = {
         train_settings=("train.max_steps=4000", "train.epochs=200"),
         is_graceful=True,
     ),
-    "kill-worker": Fault(description="a worker is killed", inject=_on_node("kill", "worker")),
+    "kill-worker": Fault(description="a worker is killed", inject=_node_injector("kill", "worker")),
     "kill-agent": Fault(
         description="the process that started a node's workers (agent, torchrun or srun) is killed",
-        inject=_on_node("kill", "agent"),
+        inject=_node_injector("kill", "agent"),
     ),
     "kill-node": Fault(description="a node loses power", by_hand="Cut the power of {node} now"),
     "cut-network": Fault(description="a node loses its network", by_hand="Cut the network of {node} now"),
     "hang": Fault(
-        description="a worker hangs",
-        inject=_on_node("freeze", "worker"),
-        settings=("restart.hang_timeout_s=15",),
+        description="a worker hangs", inject=_node_injector("freeze", "worker"), settings=("restart.hang_timeout_s=15",)
     ),
     "disk-full": Fault(
         description="checkpoints cannot be written for a while",
@@ -131,7 +129,7 @@ FAULTS: Mapping[str, Fault] = {
     ),
     "slow-rank": Fault(
         description="a worker is slow: it is suspended for a moment, several times",
-        inject=_on_node("stutter", "worker"),
+        inject=_node_injector("stutter", "worker"),
         settings=("restart.hang_timeout_s=30",),
         restarts=False,
     ),

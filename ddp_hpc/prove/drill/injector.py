@@ -24,9 +24,9 @@ from ddp_hpc.base import processes
 from ddp_hpc.cluster.slurm.allocation import node_name
 from ddp_hpc.cluster.slurm.framing import framed
 
-INJECTOR = "ddp_hpc.prove.drill.injector"
-AGENTS = ("ddp_hpc.job.node.agent", "ddp_hpc.train.torchrun")
-TASKS = ("ddp_hpc.job.node.task", "ddp_hpc.job.node.spawned_worker")
+INJECTOR_MODULE = "ddp_hpc.prove.drill.injector"
+AGENT_MODULES = ("ddp_hpc.job.node.agent", "ddp_hpc.train.torchrun")
+WORKER_MODULES = ("ddp_hpc.job.node.task", "ddp_hpc.job.node.spawned_worker")
 BURSTS, BURST_S = 8, 0.3
 """How often a slow worker is suspended, and for how long each time."""
 
@@ -48,9 +48,9 @@ class NodeProcess:
         return words[words.index("-m") + 1] if "-m" in words[:-1] else ""
 
 
-def processes_by_kind(processes: Sequence[NodeProcess], run_path: str) -> Mapping[str, list[int]]:
+def pids_by_kind(processes: Sequence[NodeProcess], run_path: str) -> Mapping[str, list[int]]:
     """Return the process ids of the run's agents, workers and sruns, the lowest first."""
-    ours = {one.pid: one for one in processes if run_path in one.argv and INJECTOR not in one.argv}
+    ours = {one.pid: one for one in processes if run_path in one.argv and INJECTOR_MODULE not in one.argv}
     modules = {pid: one.module for pid, one in ours.items()}
 
     # A forked child keeps its parent's command line. So a DataLoader process looks like the worker that forked it, and
@@ -59,10 +59,12 @@ def processes_by_kind(processes: Sequence[NodeProcess], run_path: str) -> Mappin
         found = [one for one in ours.values() if modules[one.pid] in names]
         return [one for one in found if modules.get(one.parent) != modules[one.pid]]
 
-    agents = first_of(*AGENTS)
+    agents = first_of(*AGENT_MODULES)
     # The one exception: our agent forks its workers, so they look like the agent, and are its direct children.
-    forked = [one for one in ours.values() if modules[one.pid] == AGENTS[0] and one.parent in {a.pid for a in agents}]
-    by_kind = {"agent": agents, "worker": [*forked, *first_of(*TASKS)], "srun": first_of("srun")}
+    forked = [
+        one for one in ours.values() if modules[one.pid] == AGENT_MODULES[0] and one.parent in {a.pid for a in agents}
+    ]
+    by_kind = {"agent": agents, "worker": [*forked, *first_of(*WORKER_MODULES)], "srun": first_of("srun")}
     return {kind: sorted(one.pid for one in ones) for kind, ones in by_kind.items()}
 
 
@@ -78,28 +80,28 @@ def list_processes(found: Iterable[psutil.Process] | None = None) -> list[NodePr
 def stutter(pid: int) -> None:
     """Suspend the process for a moment, several times."""
     for _ in range(BURSTS):
-        processes.send([pid], signal.SIGSTOP)
+        processes.send_signal([pid], signal.SIGSTOP)
         time.sleep(BURST_S)
-        processes.send([pid], signal.SIGCONT)
+        processes.send_signal([pid], signal.SIGCONT)
         time.sleep(BURST_S)
 
 
 ACTIONS: Mapping[str, Callable[[int], None]] = {
     "kill": lambda pid: processes.kill([pid]),  # as the kernel does when memory runs out
-    "freeze": lambda pid: processes.send([pid], signal.SIGSTOP),
+    "freeze": lambda pid: processes.send_signal([pid], signal.SIGSTOP),
     "stutter": stutter,
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Apply the action to the newest process of the kind; return 1 if there is none."""
-    parser = argparse.ArgumentParser(prog=INJECTOR, description=__doc__)
+    parser = argparse.ArgumentParser(prog=INJECTOR_MODULE, description=__doc__)
     parser.add_argument("run", type=Path)
     parser.add_argument("action", choices=ACTIONS)
     parser.add_argument("kind", choices=("worker", "agent", "srun"))
     parser.add_argument("--mark", required=True, help="text that marks the lines of the answer")
     arguments = parser.parse_args(argv)
-    found = processes_by_kind(list_processes(), str(arguments.run))
+    found = pids_by_kind(list_processes(), str(arguments.run))
     if not found[arguments.kind]:
         sys.stderr.write(
             f"found no {arguments.kind} process of the run {arguments.run} on {node_name(os.environ)}; start the drill again\n"

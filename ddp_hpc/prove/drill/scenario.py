@@ -11,10 +11,10 @@ from typing import Literal, TypeVar
 
 from ddp_hpc.base.durable import read_json_lines
 from ddp_hpc.base.errors import ConfigError, DdpHpcError, SlurmUnavailableError, WorkerError
-from ddp_hpc.base.names import few
+from ddp_hpc.base.names import shorten_names
 from ddp_hpc.cluster.slurm import client
 from ddp_hpc.launch.submission.backend import Backend, load_backend
-from ddp_hpc.launch.submission.release_hold import require_start
+from ddp_hpc.launch.submission.release_hold import require_startable
 from ddp_hpc.launch.submission.request import SubmitRequest
 from ddp_hpc.prove.drill.faults import FAULTS, Fault, Injection
 from ddp_hpc.run.checkpoints.checkpoint_names import committed_steps
@@ -91,21 +91,21 @@ class Drill:
     def run(self) -> RunDir:
         return self.faulty.run
 
-    def report(self) -> DrillReport:
+    def run_drill(self) -> DrillReport:
         """Run the drill; return its result."""
         report = DrillReport(fault=self.fault, run=str(self.run.path), unbroken=str(self.unbroken.run.path))
         try:
-            self.submit()
+            self.submit_both()
             self.inject_and_wait(report)
             self.compare(report)
         except WorkerError as error:
             report.reason = str(error)
         finally:
             self.cancel_unfinished()
-        report.causes = [_end_of(attempt) for attempt in Ledger.read(self.run).attempts]
+        report.causes = [_attempt_end_text(attempt) for attempt in Ledger.read(self.run).attempts]
         return report
 
-    def submit(self) -> None:
+    def submit_both(self) -> None:
         """Submit the runs."""
         for request in (self.unbroken, self.faulty):
             sent = _slurm().submit(request)
@@ -125,9 +125,9 @@ class Drill:
         report.what, injected_at = self._inject(before)
         self.say(report.what)
         report.attempts_before = before.attempt + 1
-        report.step = _step(self.run)
+        report.step = _newest_step(self.run)
         if FAULTS[self.fault].restarts:
-            after, stepped_at = self._await("the next attempt", lambda: self._first_step_after(before))
+            after, stepped_at = self._await("the next attempt", lambda: self._next_attempt(before))
             report.resumed_at = after.first_step
             # Where nobody knows when the fault came, it was after the last step that was recorded before it.
             fault_at = injected_at or self.run.rank_samples(before.attempt, 0).stat().st_mtime
@@ -154,7 +154,7 @@ class Drill:
         assert fault.inject is not None  # noqa: S101  `ddp-hpc drill` refuses it before
         return fault.inject(self.faulty, before, node, self.signal)
 
-    def _first_step_after(self, before: Attempt) -> tuple[Attempt, float] | None:
+    def _next_attempt(self, before: Attempt) -> tuple[Attempt, float] | None:
         """Return the next attempt that has taken a step, and the time."""
         is_over = self.run.done.exists()  # read first, so that the loop below sees the last steps of a run that is done
         for attempt in Ledger.read(self.run).attempts:
@@ -176,7 +176,7 @@ class Drill:
         report.lost_steps = taken[0].num_repeated
         report.checks = check(
             FAULTS[self.fault],
-            every_steps=_every_steps(self.run, self.faulty.spec.checkpoint.every_steps, num_before),
+            every_steps=_save_interval_steps(self.run, self.faulty.spec.checkpoint.every_steps, num_before),
             more_attempts=len(Ledger.read(self.run).attempts) - num_before,
             digests=(digest(runs[0], choose_step(runs[0], None)), digest(runs[1], choose_step(runs[1], None))),
             taken=taken,
@@ -197,7 +197,7 @@ class Drill:
         run, asked_at, is_gone = run or self.run, time.monotonic(), False
 
         def progress() -> tuple[int, int]:
-            return len(Ledger.read(run).attempts), _step(run)
+            return len(Ledger.read(run).attempts), _newest_step(run)
 
         newest, deadline = progress(), asked_at + self.patience_s
         while True:
@@ -220,12 +220,12 @@ class Drill:
             waits = found is not None and found.state == "waiting" and found.job_id
             job = client.job(waits, self.faulty.environ) if waits else None
             if job is not None:
-                require_start(run, job.job_id, job.reason)
+                require_startable(run, job.job_id, job.reason)
             return found is None
         return False
 
 
-def _end_of(attempt: Attempt) -> str:
+def _attempt_end_text(attempt: Attempt) -> str:
     return f"{attempt.cause or 'end not recorded'}{f' -> {attempt.next}' if attempt.next else ''}"
 
 
@@ -234,7 +234,7 @@ def _slurm() -> Backend:
     return load_backend("slurm")
 
 
-def _step(run: RunDir) -> int:
+def _newest_step(run: RunDir) -> int:
     """Return the newest step that rank zero has taken."""
     paths = (run.rank_samples(attempt.attempt, 0) for attempt in Ledger.read(run).attempts)
     return max((int(line["step"]) for path in paths for line in read_json_lines(path)), default=0)
@@ -243,11 +243,11 @@ def _step(run: RunDir) -> int:
 def _situation(run: RunDir) -> str:
     """Return the newest step of a run and how its newest attempts ended."""
     attempts = Ledger.read(run).attempts
-    ends = [f"attempt {one.attempt}: {_end_of(one)} {one.reason}".rstrip() for one in attempts[-3:]]
-    return f"Its newest step is {_step(run)}; {'; '.join(ends) or 'no attempt has started'}. Read {run.console}."
+    ends = [f"attempt {one.attempt}: {_attempt_end_text(one)} {one.reason}".rstrip() for one in attempts[-3:]]
+    return f"Its newest step is {_newest_step(run)}; {'; '.join(ends) or 'no attempt has started'}. Read {run.console}."
 
 
-def _every_steps(run: RunDir, asked: int | Literal["auto"] | None, num_before: int) -> int:
+def _save_interval_steps(run: RunDir, asked: int | Literal["auto"] | None, num_before: int) -> int:
     """Return the interval between checkpoints; 0 without one. Where the run chooses: the newest in the attempts before the fault."""
     if asked != "auto":
         return asked or 0
@@ -290,7 +290,7 @@ def _check_samples(taken: StepsTaken, unbroken: StepsTaken) -> Check:
     if not others:
         told = "the run without a fault did not record its samples; set `train.record_samples=true` in it"
     elif twice or other:
-        first_twice, first_other = (few([*map(str, found)], 3) or "none" for found in (twice, other))
+        first_twice, first_other = (shorten_names([*map(str, found)], 3) or "none" for found in (twice, other))
         told = f"samples used twice (epoch, sample): {first_twice}; steps with other samples than the run without a fault: {first_other}"
     else:
         told = f"checked in {len(mine)} steps"

@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
-from ddp_hpc.base.errors import CorruptCheckpointError, NotComputedError, UnreadableError
+from ddp_hpc.base.errors import CorruptCheckpointError, NotReplayedError, UnreadableError
 from ddp_hpc.prove.replay.history import History
 from ddp_hpc.prove.replay.private_run import WantedSteps
 from ddp_hpc.prove.replay.record import Deviation, recorded_steps
@@ -18,9 +18,9 @@ from ddp_hpc.run.run_dir.replays import ReplayRequest
 
 Verdict = Literal["the same", "losses only", "different", "not compared", "damaged", "unreadable", "failed"]
 """`losses only`: these are the same, within a tolerance or exactly, and no state at the end was compared."""
-_FAILURES: Mapping[type[Exception], Verdict] = {
+_VERDICT_BY_ERROR: Mapping[type[Exception], Verdict] = {
     CorruptCheckpointError: "damaged",
-    NotComputedError: "failed",
+    NotReplayedError: "failed",
     UnreadableError: "unreadable",
     OSError: "unreadable",
 }
@@ -96,8 +96,8 @@ def audit(  # noqa: PLR0913  which segments, with which code
         try:
             wanted = WantedSteps(history=history, start=start, request=ReplayRequest(end_step=end), code=code)
             report = replay(wanted, environ, say=say)
-        except tuple(_FAILURES) as error:  # a run that trains prunes its checkpoints meanwhile
-            verdict = next(verdict for kind, verdict in _FAILURES.items() if isinstance(error, kind))
+        except tuple(_VERDICT_BY_ERROR) as error:  # a run that trains prunes its checkpoints meanwhile
+            verdict = next(verdict for kind, verdict in _VERDICT_BY_ERROR.items() if isinstance(error, kind))
             found.append(Segment(start=start, end=end, verdict=verdict, problem=str(error)))
         else:
             found.append(judge_segment(report))

@@ -13,10 +13,10 @@ from typing import Any, Literal
 from ddp_hpc.base.durable import read_json_lines
 from ddp_hpc.base.errors import CorruptCheckpointError, UnreadableError
 from ddp_hpc.prove.replay.circumstances import Circumstances, changed_circumstances
-from ddp_hpc.prove.replay.first_difference import Divergence, Entry, Lines, first_difference
+from ddp_hpc.prove.replay.first_difference import Divergence, EntriesByStep, TraceEntry, first_difference
 from ddp_hpc.prove.replay.history import History
 from ddp_hpc.prove.replay.private_run import Replayed, WantedSteps, compute_again, private_folder
-from ddp_hpc.prove.replay.record import compare, differing_names, recorded_steps, state_of_checkpoint
+from ddp_hpc.prove.replay.record import compare, differing_names, read_state_hashes, recorded_steps
 from ddp_hpc.run.run_dir.replays import ReplayRequest
 
 MOST_TRACED = 64
@@ -33,14 +33,14 @@ def narrow_range(equal: Iterable[int], unequal: Iterable[int]) -> tuple[int | No
     return max((step for step in equal if first is None or step < first), default=None), first
 
 
-def read_known(one: History, other: History, end: int) -> tuple[int | None, int | None, list[str]]:
+def read_known_range(one: History, other: History, end: int) -> tuple[int | None, int | None, list[str]]:
     """Read what two runs have recorded of the same steps: states in checkpoints, losses, samples. Return `narrow_range`, and notes."""
     equal: list[int] = []
     unequal: list[int] = []
     notes: list[str] = []
     for step in sorted({*one.committed} & {*other.committed}):
         try:
-            states = state_of_checkpoint(one.run, step), state_of_checkpoint(other.run, step)
+            states = read_state_hashes(one.run, step), read_state_hashes(other.run, step)
         except (CorruptCheckpointError, UnreadableError, OSError) as error:
             notes.append(f"the checkpoints of step {step} cannot be compared: {error}")
             continue
@@ -72,8 +72,8 @@ class BisectReport:
     notes: list[str] = field(default_factory=list)
 
 
-Both = tuple[Replayed, Replayed]
-Compute = Callable[[int, ReplayRequest], Both]
+ReplayedPair = tuple[Replayed, Replayed]
+Compute = Callable[[int, ReplayRequest], ReplayedPair]
 """Computes the steps of both runs again, after the first argument up to the end of the request."""
 
 
@@ -86,7 +86,7 @@ def bisect(
 ) -> BisectReport:
     """Find where two runs begin to differ; the errors are those of `replay`."""
     newest = min(history.last_step for history in histories)
-    equal_at, unequal_at, notes = read_known(*histories, newest)
+    equal_at, unequal_at, notes = read_known_range(*histories, newest)
     report = BisectReport(
         runs=[str(history.run.path) for history in histories],
         same_up_to=equal_at,
@@ -98,7 +98,7 @@ def bisect(
     end = unequal_at or newest
     with private_folder() as folder:
 
-        def compute(start: int, request: ReplayRequest) -> Both:
+        def compute(start: int, request: ReplayRequest) -> ReplayedPair:
             report.num_replays += 2
             ended = threading.Event()
 
@@ -118,7 +118,7 @@ def bisect(
         report.parting, last = _search(compute, equal_at or 0, end)
         report.notes += [note for replayed in last for note in replayed.notes]
         for history, replayed in zip(histories, last, strict=True):
-            report.notes += _unlike_record(history, replayed, end)
+            report.notes += _record_mismatch_notes(history, replayed, end)
     if report.parting is not None:
         step = report.parting.first.step
         report.verdict = "different"
@@ -132,7 +132,7 @@ def bisect(
     return report
 
 
-def _search(compute: Compute, start: int, end: int) -> tuple[Divergence | None, Both]:
+def _search(compute: Compute, start: int, end: int) -> tuple[Divergence | None, ReplayedPair]:
     """Compute the steps of both again, once or twice; return where they differ, and the replays that went over all steps."""
     if end - start <= MOST_TRACED:
         both = compute(start, ReplayRequest(end_step=end, trace_from=start + 1))
@@ -147,18 +147,18 @@ def _search(compute: Compute, start: int, end: int) -> tuple[Divergence | None, 
     return first_difference(*map(_rank_traces, traced)), both
 
 
-def _rank_traces(replayed: Replayed) -> list[Lines]:
+def _rank_traces(replayed: Replayed) -> list[EntriesByStep]:
     """Return what each rank of a replay has written down of its steps."""
-    return [lines_by_step(read_json_lines(replayed.run.rank_trace(rank))) for rank in range(max(replayed.world_sizes))]
+    return [trace_by_step(read_json_lines(replayed.run.rank_trace(rank))) for rank in range(max(replayed.world_sizes))]
 
 
-def lines_by_step(trace: Iterable[Mapping[str, Any]]) -> Lines:
+def trace_by_step(trace: Iterable[Mapping[str, Any]]) -> EntriesByStep:
     """Return what a rank computed, by step.
 
     Each part of a replay is a process of its own, and begins with a line of the state only. After the first part, the step
     before it has a whole line already, and that one counts.
     """
-    found: dict[int, Sequence[Entry]] = {}
+    found: dict[int, Sequence[TraceEntry]] = {}
     for line in trace:
         if "entries" in line:
             found.setdefault(line["step"], line["entries"])
@@ -175,12 +175,12 @@ def _hashes(replayed: Replayed) -> dict[int, list[str]]:
     return found
 
 
-def _unlike_record(history: History, replayed: Replayed, end: int) -> list[str]:
+def _record_mismatch_notes(history: History, replayed: Replayed, end: int) -> list[str]:
     """Return a note if what was computed again is not what the run has recorded: then it is not exactly that run."""
     recorded, computed = recorded_steps(history.run, 0, end), replayed.record(0, end)
     for step in computed.states:
-        with suppress(CorruptCheckpointError, UnreadableError, OSError):  # `read_known` has said so
-            recorded.states[step] = state_of_checkpoint(history.run, step)
+        with suppress(CorruptCheckpointError, UnreadableError, OSError):  # `read_known_range` has said so
+            recorded.states[step] = read_state_hashes(history.run, step)
     first = compare(recorded, computed).first
     if first is None:
         return []

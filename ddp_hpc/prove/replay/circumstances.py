@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 
-from ddp_hpc.prove.replay.history import History, imported_content
+from ddp_hpc.prove.replay.history import History, unchanged_content
 from ddp_hpc.run.config.resolve import changed_keys, load_resolved
-from ddp_hpc.run.run_dir.replays import CHANGES_NO_NUMBER, AttemptInputs
-from ddp_hpc.run.run_dir.software_versions import differences, read_environment
+from ddp_hpc.run.run_dir.replays import NUMERICALLY_NEUTRAL_KEYS, AttemptInputs
+from ddp_hpc.run.run_dir.software_versions import change_texts, read_environment
 from ddp_hpc.run.spec import RunSpec
 
 _MOST_LINES = 20
@@ -46,9 +46,9 @@ def changed_circumstances(one: History, other: History, step: int) -> Circumstan
     changed = changed_keys(_spec(mine), _spec(others))
     known = environments[0] is not None and environments[1] is not None
     return Circumstances(
-        configuration=[text for key, text in changed.items() if key.partition(".")[0] not in CHANGES_NO_NUMBER],
+        configuration=[text for key, text in changed.items() if key.partition(".")[0] not in NUMERICALLY_NEUTRAL_KEYS],
         code=[*_changed_code(mine, others)],
-        environment=[*differences(*environments)] if known else ["one of the runs has no record of it"],  # type: ignore[arg-type]  # `known`
+        environment=[*change_texts(*environments)] if known else ["one of the runs has no record of it"],  # type: ignore[arg-type]  # `known`
         world="" if mine.world_size == others.world_size else f"{mine.world_size} ranks -> {others.world_size}",
     )
 
@@ -61,7 +61,7 @@ def _spec(inputs: AttemptInputs) -> RunSpec:
 
 
 def _changed_code(mine: AttemptInputs, others: AttemptInputs) -> Iterator[CodeChange]:
-    before, after = (_by_name(inputs) for inputs in (mine, others))
+    before, after = (_code_by_name(inputs) for inputs in (mine, others))
     for name in sorted({*before, *after}):
         one, other = before.get(name), after.get(name)
         if one is None or other is None:
@@ -70,7 +70,7 @@ def _changed_code(mine: AttemptInputs, others: AttemptInputs) -> Iterator[CodeCh
             yield CodeChange(file=name, how="changed", lines=_diff(one, other))
 
 
-def _by_name(inputs: AttemptInputs) -> Mapping[str, tuple[Path, str]]:
+def _code_by_name(inputs: AttemptInputs) -> Mapping[str, tuple[Path, str]]:
     """Return the files of the user's code by their names below an import path, with their hashes."""
     found = {}
     for text, seal in inputs.code.items():
@@ -82,7 +82,7 @@ def _by_name(inputs: AttemptInputs) -> Mapping[str, tuple[Path, str]]:
 
 def _diff(before: tuple[Path, str], after: tuple[Path, str]) -> list[str]:
     """Return the changed lines, if both files are still what they were."""
-    contents = [imported_content(*one) for one in (before, after)]
+    contents = [unchanged_content(*one) for one in (before, after)]
     one, other = ([] if content is None else content.decode(errors="replace").splitlines() for content in contents)
     if None in contents:
         return []

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Entry = Mapping[str, Any]
-Lines = Mapping[int, Sequence[Entry]]
+TraceEntry = Mapping[str, Any]
+EntriesByStep = Mapping[int, Sequence[TraceEntry]]
 """Step -> what a rank computed in it, in its order; the line of the start has the state before the first step."""
 
 NON_TENSOR_KINDS = frozenset({"samples", "option", "random generator"})
@@ -15,7 +15,7 @@ NON_TENSOR_KINDS = frozenset({"samples", "option", "random generator"})
 
 
 @dataclass(frozen=True, kw_only=True)
-class Value:
+class DifferingValue:
     """One value that differs; the fields are keys of `bisect --json`."""
 
     step: int
@@ -36,15 +36,15 @@ class Value:
 class Divergence:
     """Where two computations begin to differ."""
 
-    first: Value
+    first: DifferingValue
     """Whatever differs first; it may be an option or a sample's id."""
-    tensor: Value | None
+    tensor: DifferingValue | None
     """The first tensor that differs, the same as `first` if that is one."""
     ranks: list[int]
     """On which ranks something differs in that step."""
 
 
-def first_difference(one: Sequence[Lines], other: Sequence[Lines]) -> Divergence | None:
+def first_difference(one: Sequence[EntriesByStep], other: Sequence[EntriesByStep]) -> Divergence | None:
     """Return where the traces of two runs begin to differ, or None; each has one item a rank.
 
     With several ranks, the value counts that is computed first; of equal ones, the lowest rank's.
@@ -62,18 +62,20 @@ def first_difference(one: Sequence[Lines], other: Sequence[Lines]) -> Divergence
     return None
 
 
-def _differing(step: int, rank: int, one: Sequence[Entry], other: Sequence[Entry]) -> list[tuple[int, Value]]:
+def _differing(
+    step: int, rank: int, one: Sequence[TraceEntry], other: Sequence[TraceEntry]
+) -> list[tuple[int, DifferingValue]]:
     """Return what differs in a step of a rank, in its order, with its place."""
     if one == other:
         return []
-    mine, others = _keyed(one), _keyed(other)
+    mine, others = _entries_by_key(one), _entries_by_key(other)
     values = []
     for place, key in enumerate(_merged_keys([*mine], [*others])):
         a, b = mine.get(key), others.get(key)
         if a is not None and b is not None and (a["hash"], a.get("type")) == (b["hash"], b.get("type")):
             continue
         kind, name, number = key
-        value = Value(
+        value = DifferingValue(
             step=step,
             rank=rank,
             kind=kind,
@@ -91,8 +93,8 @@ Key = tuple[str, str, int]
 """Kind, name, and how many of that name came before: a module may be called twice."""
 
 
-def _keyed(entries: Sequence[Entry]) -> dict[Key, Entry]:
-    keyed: dict[Key, Entry] = {}
+def _entries_by_key(entries: Sequence[TraceEntry]) -> dict[Key, TraceEntry]:
+    keyed: dict[Key, TraceEntry] = {}
     seen: dict[tuple[str, str], int] = {}
     for entry in entries:
         word = entry["kind"], entry["name"]
@@ -114,7 +116,7 @@ def _merged_keys(one: Sequence[Key], other: Sequence[Key]) -> list[Key]:
     return [*dict.fromkeys([*merged, *other[begin:]])]
 
 
-def _entry_text(entry: Entry | None) -> str:
+def _entry_text(entry: TraceEntry | None) -> str:
     if entry is None:
         return ""
     if "type" not in entry:
@@ -125,7 +127,9 @@ def _entry_text(entry: Entry | None) -> str:
     return f"{entry['type']}, {'value' if entry['type'].endswith('[]') else 'norm'} {norm!r}"
 
 
-def _samples(entries: Mapping[Key, Entry], key: Key, one: Entry | None, other: Entry | None) -> list[int]:
+def _samples(
+    entries: Mapping[Key, TraceEntry], key: Key, one: TraceEntry | None, other: TraceEntry | None
+) -> list[int]:
     """Return the ids of the samples whose content differs in a batch; empty where that cannot be said."""
     if one is None or other is None or key[0] != "batch" or len(one["rows"]) != len(other["rows"]):
         return []

@@ -20,7 +20,7 @@ from ddp_hpc.run.run_dir.records import read_progress
 from ddp_hpc.run.run_dir.replays import AttemptInputs, read_inputs
 from ddp_hpc.run.run_dir.software_versions import read_environment
 
-_NUMERIC = ("OMP_", "MKL_", "CUBLAS_", "PYTHONHASHSEED")
+_NUMERIC_PREFIXES = ("OMP_", "MKL_", "CUBLAS_", "PYTHONHASHSEED")
 """Prefixes of variables that decide in which order numbers are added or sets are gone through; the replay gets those of the run."""
 
 StepRange = tuple[int, int, AttemptInputs]
@@ -115,7 +115,7 @@ def read_history(run: RunDir) -> History:
     )
 
 
-def imported_content(path: Path, seal: str) -> bytes | None:
+def unchanged_content(path: Path, seal: str) -> bytes | None:
     """Return a file's content; None if it is no more what an attempt has imported."""
     try:
         content = path.read_bytes()
@@ -128,7 +128,7 @@ def environ_of(numeric: Mapping[str, str] | None, environ: Mapping[str, str]) ->
     """Return `environ` with the variables by which an attempt added its numbers, and without others of their kind; as it is if that was not recorded."""
     if numeric is None:
         return {**environ}
-    return {**{name: value for name, value in environ.items() if not name.startswith(_NUMERIC)}, **numeric}
+    return {**{name: value for name, value in environ.items() if not name.startswith(_NUMERIC_PREFIXES)}, **numeric}
 
 
 def numeric_variables(run: RunDir, inputs: AttemptInputs) -> dict[str, str] | None:
@@ -136,4 +136,4 @@ def numeric_variables(run: RunDir, inputs: AttemptInputs) -> dict[str, str] | No
     recorded = read_environment(run, inputs.attempt)
     if recorded is None:
         return None
-    return {name: value for name, value in recorded.variables.items() if name.startswith(_NUMERIC)}
+    return {name: value for name, value in recorded.variables.items() if name.startswith(_NUMERIC_PREFIXES)}

@@ -19,12 +19,12 @@ import psutil
 
 from ddp_hpc.base import processes
 from ddp_hpc.base.durable import make_directories, replace_text
-from ddp_hpc.base.errors import ConfigError, DdpHpcError, NotComputedError, UnreadableError
+from ddp_hpc.base.errors import ConfigError, DdpHpcError, NotReplayedError, UnreadableError
 from ddp_hpc.base.record import write_record
 from ddp_hpc.cluster.machine.gpus import visible_gpus
 from ddp_hpc.launch.submission import local
-from ddp_hpc.prove.replay.history import History, StepRange, environ_of, imported_content
-from ddp_hpc.prove.replay.record import Record, record_of_replay, recorded_steps
+from ddp_hpc.prove.replay.history import History, StepRange, environ_of, unchanged_content
+from ddp_hpc.prove.replay.record import StepRecords, recorded_steps, replay_step_records
 from ddp_hpc.run.checkpoints.checkpoint_names import checkpoint_path
 from ddp_hpc.run.config.resolve import Resolved, flat_spec, load_resolved, render_resolved
 from ddp_hpc.run.run_dir.ledger import Ending, Ledger
@@ -32,9 +32,9 @@ from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.replays import AttemptInputs, ReplayRequest
 from ddp_hpc.run.spec import RunSpec
 
-IN_REPLAY = "DDP_HPC_REPLAY"
+IN_REPLAY_VARIABLE = "DDP_HPC_REPLAY"
 """Is `1` in the environment of a replay's workers, for a recipe that must know."""
-_FOR_EVER = 2**31 - 1
+_LARGEST_INT = 2**31 - 1
 _POLL_S = 0.1
 
 
@@ -67,9 +67,9 @@ class Replayed:
     notes: list[str]
     is_on_other_device: bool = False
 
-    def record(self, start: int, end: int) -> Record:
+    def record(self, start: int, end: int) -> StepRecords:
         """Return what it has recorded of the steps after `start` up to `end`."""
-        return record_of_replay(self.run, max(self.world_sizes), start, end)
+        return replay_step_records(self.run, max(self.world_sizes), start, end)
 
 
 @contextmanager
@@ -78,7 +78,7 @@ def private_folder(*, is_kept: bool = False) -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix="ddp-hpc-replay-"))
     try:
         yield folder
-    except NotComputedError:
+    except NotReplayedError:
         raise
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
@@ -130,8 +130,8 @@ def compute_again(
         write_record(replayed.run.replay_request, replace(request, start_step=low, end_step=high, commits=high < end))
         try:
             _compute(wanted, replayed, inputs, world, environ)
-        except NotComputedError as error:  # what has changed since may be why
-            raise NotComputedError("\n".join([str(error), *(f"note: {note}" for note in replayed.notes)])) from error
+        except NotReplayedError as error:  # what has changed since may be why
+            raise NotReplayedError("\n".join([str(error), *(f"note: {note}" for note in replayed.notes)])) from error
         say(f"steps {low + 1} to {high} of {history.run.name} computed again")
     return replayed
 
@@ -153,7 +153,7 @@ def _compute(
     replace_text(run.config, render_resolved(Resolved(spec, dict.fromkeys(flat_spec(spec), "replay"))), is_secret=True)
     import_paths = [str(wanted.code.absolute())] if wanted.code else list(inputs.import_paths)
     imported = {} if wanted.code else inputs.code
-    if edited := [path for path, seal in imported.items() if imported_content(Path(path), seal) is None]:
+    if edited := [path for path, seal in imported.items() if unchanged_content(Path(path), seal) is None]:
         replayed.notes.append(
             f"{', '.join(edited)} has changed since, or was deleted, and a run on this machine keeps no copy of its code: give a directory with the old code as `--code`"
         )
@@ -161,7 +161,7 @@ def _compute(
     if inputs.work_dir and place is None:
         replayed.notes.append(f"the run's working directory {inputs.work_dir} is missing here")
     numeric = wanted.history.numerics.get(inputs.attempt)
-    given = {**environ_of(numeric, environ), "PYTHONSAFEPATH": "ddp_hpc", IN_REPLAY: "1"}
+    given = {**environ_of(numeric, environ), "PYTHONSAFEPATH": "ddp_hpc", IN_REPLAY_VARIABLE: "1"}
     _run_supervised(run, import_paths, given, place, wanted.ended)
     run.done.unlink(missing_ok=True)
 
@@ -179,18 +179,18 @@ def _run_supervised(
                 raise KeyboardInterrupt  # noqa: TRY301  it is one, of another thread
     except BaseException:
         if guardian is not None:
-            _end(guardian, run, environ)
+            _cancel_run(guardian, run, environ)
         raise
     newest = Ledger.read(run).newest
     if newest is None or newest.ending != Ending.FINISHED:
         reason = newest.reason if newest else "no attempt began"
-        raise NotComputedError(
+        raise NotReplayedError(
             f"The steps could not be computed again: {reason or 'the attempt did not finish'}\n"
             f"The replay's log is {run.console}.\n{run.path.parent} is kept, so that you can read it; delete it afterwards."
         )
 
 
-def _end(guardian: subprocess.Popen[bytes], run: RunDir, environ: Mapping[str, str]) -> None:
+def _cancel_run(guardian: subprocess.Popen[bytes], run: RunDir, environ: Mapping[str, str]) -> None:
     """Cancel the private run; where its records cannot be read or written, such as on a full disk, kill its guardian and supervisor."""
     while guardian.poll() is None:
         try:
@@ -230,8 +230,8 @@ def replay_spec(spec: RunSpec, run: RunDir, *, runs_dir: Path, world: int, gpus:
         restart=replace(spec.restart, in_place=False, max_no_progress=1),
         notify=replace(spec.notify, command=()),
         train=replace(spec.train, init_from=init_from),
-        eval=replace(spec.eval, every_epochs=_FOR_EVER),
-        checkpoint=replace(spec.checkpoint, every_steps=None, keep_last=_FOR_EVER, keep_best=0),
+        eval=replace(spec.eval, every_epochs=_LARGEST_INT),
+        checkpoint=replace(spec.checkpoint, every_steps=None, keep_last=_LARGEST_INT, keep_best=0),
         integrity=replace(spec.integrity, every_steps=None),
         log=replace(spec.log, recorders=()),
         profile=replace(spec.profile, kind="off"),

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import xxhash
 
 from ddp_hpc.base.durable import read_json_lines
-from ddp_hpc.base.names import few
+from ddp_hpc.base.names import shorten_names
 from ddp_hpc.run.checkpoints import checkpoint_store
 from ddp_hpc.run.checkpoints.checkpoint_names import checkpoint_path
 from ddp_hpc.run.run_dir.paths import RunDir
@@ -19,14 +19,14 @@ from ddp_hpc.watch.samples import read_steps_taken
 
 T = TypeVar("T")
 _MOST_NAMES = 3
-_NUMBERS = ("position", "loss_steps", "optimizer", "scaler", "ema_updates", "ema_warms_up")
+_NUMBER_KEYS = ("position", "loss_steps", "optimizer", "scaler", "ema_updates", "ema_warms_up")
 """What a checkpoint holds besides tensors."""
-State = Mapping[str, Any]
+StateHashes = Mapping[str, Any]
 """The training state after a step: a hash of each tensor, by its name in a checkpoint, and these numbers."""
 
 
 @dataclass
-class Record:
+class StepRecords:
     """What is known of some steps, by step."""
 
     losses: dict[int, dict[str, float | None]] = field(default_factory=dict)
@@ -35,12 +35,12 @@ class Record:
     """The ids of a step's samples, over all ranks, sorted."""
     digests: dict[int, str] = field(default_factory=dict)
     """Of what all ranks have equal after a step."""
-    states: dict[int, State] = field(default_factory=dict)
+    states: dict[int, StateHashes] = field(default_factory=dict)
 
 
-def recorded_steps(run: RunDir, start: int, end: int) -> Record:
+def recorded_steps(run: RunDir, start: int, end: int) -> StepRecords:
     """Return the losses and samples that a run has recorded of the steps after `start` up to `end`."""
-    record = Record()
+    record = StepRecords()
     for line in read_json_lines(run.metrics):
         step = line.get("step")
         if line.get("kind") == "train" and isinstance(step, int) and start < step <= end:
@@ -53,7 +53,7 @@ def recorded_steps(run: RunDir, start: int, end: int) -> Record:
     return record
 
 
-def state_of_checkpoint(run: RunDir, step: int) -> State:
+def read_state_hashes(run: RunDir, step: int) -> StateHashes:
     """Read and verify a checkpoint; return the state that it holds. A damaged one raises CorruptCheckpointError."""
     path = checkpoint_path(run, step)
     manifest = checkpoint_store.read_manifest(path)
@@ -62,11 +62,11 @@ def state_of_checkpoint(run: RunDir, step: int) -> State:
     return {**hashes, **_numbers(manifest.state)}
 
 
-def _numbers(state: Mapping[str, Any]) -> State:
-    return {key: state[key] for key in _NUMBERS if key in state}
+def _numbers(state: Mapping[str, Any]) -> StateHashes:
+    return {key: state[key] for key in _NUMBER_KEYS if key in state}
 
 
-def record_of_replay(run: RunDir, num_ranks: int, start: int, end: int) -> Record:
+def replay_step_records(run: RunDir, num_ranks: int, start: int, end: int) -> StepRecords:
     """Return what a replay has recorded of its steps: rank zero's digests and states, and of the others what is their own."""
     record = recorded_steps(run, start, end)
     record.digests = {line["step"]: line["digest"] for line in read_json_lines(run.rank_trace(0)) if "digest" in line}
@@ -92,7 +92,7 @@ class Deviation:
     def __str__(self) -> str:
         """Return it as a part of a sentence."""
         if self.what == "checkpoint":
-            return f"the checkpoint differs in {few(self.names, _MOST_NAMES)}"
+            return f"the checkpoint differs in {shorten_names(self.names, _MOST_NAMES)}"
         return f"{self.what}: {self.recorded} recorded, {self.computed} computed again"
 
 
@@ -115,7 +115,7 @@ class Comparison:
 _ORDER = ("samples", "loss", "lr", "digest", "checkpoint")
 
 
-def compare(recorded: Record, computed: Record, *, tolerance: float = 0.0) -> Comparison:
+def compare(recorded: StepRecords, computed: StepRecords, *, tolerance: float = 0.0) -> Comparison:
     """Compare what both know; with a tolerance, losses may differ by so much of their size, and states are not compared."""
     samples, all_losses = _step_pairs(recorded.samples, computed.samples), _step_pairs(recorded.losses, computed.losses)
     digests = [] if tolerance else _step_pairs(recorded.digests, computed.digests)
@@ -164,8 +164,8 @@ def _relative_error(before: float | None, after: float | None) -> float:
     return error if math.isfinite(error) else math.inf
 
 
-def differing_names(one: State, other: State) -> list[str]:
+def differing_names(one: StateHashes, other: StateHashes) -> list[str]:
     """Return the names of tensors, then of numbers, that two states do not share; a number that only one has does not count."""
     differing = [name for name in sorted({*one, *other}) if one.get(name) != other.get(name)]
-    tensors = [name for name in differing if name not in _NUMBERS]
-    return tensors + [name for name in differing if name in _NUMBERS and name in one and name in other]
+    tensors = [name for name in differing if name not in _NUMBER_KEYS]
+    return tensors + [name for name in differing if name in _NUMBER_KEYS and name in one and name in other]

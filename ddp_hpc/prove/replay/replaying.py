@@ -9,8 +9,8 @@ from typing import Literal
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.prove.replay.history import History
 from ddp_hpc.prove.replay.private_run import WantedSteps, compute_again, private_folder
-from ddp_hpc.prove.replay.record import Comparison, compare, recorded_steps, state_of_checkpoint
-from ddp_hpc.run.run_dir.software_versions import differences, environment_here, read_environment
+from ddp_hpc.prove.replay.record import Comparison, compare, read_state_hashes, recorded_steps
+from ddp_hpc.run.run_dir.software_versions import change_texts, environment_here, read_environment
 
 _MOST_CHANGES = 5
 OTHER_WORLD_TOLERANCE = 1e-3
@@ -59,14 +59,14 @@ def replay(
 
     Raises:
         ConfigError: if the run cannot be computed again here.
-        NotComputedError: if its workers fail.
+        NotReplayedError: if its workers fail.
         UnreadableError: if the checkpoint that it begins with has gone.
     """
     history, start, end = wanted.history, wanted.start, wanted.request.end_step
     check_range(history, start, end)
     recorded = recorded_steps(history.run, start, end)
     states = [step for step in history.committed if start < step <= end]
-    recorded.states = {step: state_of_checkpoint(history.run, step) for step in states}
+    recorded.states = {step: read_state_hashes(history.run, step) for step in states}
     is_kept = wanted.request.trace_from is not None
     with private_folder(is_kept=is_kept) as folder:
         replayed = compute_again(wanted, environ, folder=folder, say=say)
@@ -74,7 +74,7 @@ def replay(
         if not replayed.is_on_other_device and worlds == own_worlds:
             tolerance = 0.0
         found = compare(recorded, replayed.record(start, end), tolerance=tolerance)
-        notes = [*history.notes, *replayed.notes, *_what_differs_here(history, end, environ)]
+        notes = [*history.notes, *replayed.notes, *_environment_notes(history, end, environ)]
     if worlds != own_worlds:
         theirs, ours = (", ".join(map(str, sizes)) for sizes in (own_worlds, worlds))
         notes.append(
@@ -95,14 +95,14 @@ def replay(
     )
 
 
-def _what_differs_here(history: History, step: int, environ: Mapping[str, str]) -> list[str]:
+def _environment_notes(history: History, step: int, environ: Mapping[str, str]) -> list[str]:
     """Return what this machine has in other versions than the run had."""
     recorded = read_environment(history.run, history.inputs_at(step).attempt)
     if recorded is None:
         return ["the run has no record of its environment, so whether this environment is the same is not known"]
     here = environment_here(environ)
     variables = {*recorded.variables, *here.variables}
-    changed = [text for text in differences(recorded, here) if text.partition(" ")[0] not in variables]
+    changed = [text for text in change_texts(recorded, here) if text.partition(" ")[0] not in variables]
     if not changed:
         return []
     more = f"; and {len(changed) - _MOST_CHANGES} more" if len(changed) > _MOST_CHANGES else ""

@@ -14,8 +14,8 @@ from ddp_hpc.base.patience import is_there
 from ddp_hpc.run.run_dir.paths import RunDir
 
 MANIFEST_NAME = "manifest.json"
-COMMITTED_NAME = re.compile(r"step-(\d{8,})")
-_SET_ASIDE = re.compile(r"step-(\d{8,})\.corrupt-\d+")
+COMMITTED_PATTERN = re.compile(r"step-(\d{8,})")
+_SET_ASIDE_PATTERN = re.compile(r"step-(\d{8,})\.corrupt-\d+")
 
 
 def checkpoint_path(run: RunDir, step: int) -> Path:
@@ -30,7 +30,7 @@ def committed_steps(run: RunDir) -> list[int]:
         UnreadableError: if the file system does not answer.
     """
     try:
-        steps = numbers_in_names(run.checkpoints, COMMITTED_NAME)
+        steps = numbers_in_names(run.checkpoints, COMMITTED_PATTERN)
         return [step for step in steps if is_there(checkpoint_path(run, step) / MANIFEST_NAME)]
     except OSError as error:
         raise UnreadableError(
@@ -41,4 +41,4 @@ def committed_steps(run: RunDir) -> list[int]:
 
 def steps_set_aside(run: RunDir) -> list[int]:
     """Return the steps whose checkpoints did not verify and were renamed (`checkpoint_store.set_checkpoint_aside`)."""
-    return sorted(set(numbers_in_names(run.checkpoints, _SET_ASIDE)))
+    return sorted(set(numbers_in_names(run.checkpoints, _SET_ASIDE_PATTERN)))

@@ -28,31 +28,31 @@ import xxhash
 
 import ddp_hpc
 from ddp_hpc.base.durable import (
+    atomic_output,
     delete_directory,
     fsync_path,
     make_directory,
     name_errors,
+    new_file_mode,
     open_private,
     open_record,
-    output_at,
-    private_mode,
     record_bytes,
 )
 from ddp_hpc.base.errors import ConfigError, CorruptCheckpointError, FencedError, NewerFormatError, UnreadableError
-from ddp_hpc.base.patience import is_answer
-from ddp_hpc.run.checkpoints.checkpoint_names import COMMITTED_NAME, MANIFEST_NAME, checkpoint_path, committed_steps
+from ddp_hpc.base.patience import is_final_error
+from ddp_hpc.run.checkpoints.checkpoint_names import COMMITTED_PATTERN, MANIFEST_NAME, checkpoint_path, committed_steps
 from ddp_hpc.run.checkpoints.shards import (
     FORMAT_VERSION,
-    ITEM_BYTES,
+    ITEM_BYTES_BY_DTYPE,
     RawTensor,
     ShardRecord,
     TensorEntry,
+    assemble_tensor,
     header_length,
-    named_below,
     parse_header,
-    raw_tensor,
+    parse_shard_record,
+    select_by_prefix,
     shard_header,
-    shard_record,
     stored_tensors,
 )
 from ddp_hpc.run.run_dir.ownership import claim_path, has_claim, renew_claim
@@ -63,7 +63,7 @@ if TYPE_CHECKING:  # `checkpoints` reads and verifies without it
 
 CHUNK_BYTES = 8 << 20
 """Each of these parts of a file has a checksum of its own, so that several ranks can share in reading one file."""
-FOREIGN_KEY = "foreign_files"
+FOREIGN_FILES_KEY = "foreign_files"
 """The key in a manifest's state that says that a script wrote the files, of which nothing is known but the bytes."""
 _READ_BYTES = 1 << 20
 """How much is read before it is hashed: little enough to be still in the processor's cache then."""
@@ -105,11 +105,11 @@ def write_shard(
     checksums: list[str] = []
     checksum = xxhash.xxh3_128()
     header_size = num_written = 0
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, private_mode(path))
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, new_file_mode(path))
     with name_errors(path), os.fdopen(fd, "wb", buffering=0):
         is_file = stat.S_ISREG(os.fstat(fd).st_mode)  # `export` may write to a pipe
         if is_file:
-            _allocate(fd, size)
+            _preallocate_file(fd, size)
         for part in parts:
             rest = memoryview(part).cast("B")
             header_size = header_size or len(rest)
@@ -131,7 +131,7 @@ def write_shard(
     return ShardRecord(path.name, num_written, header_size, CHUNK_BYTES, tuple(checksums))
 
 
-def _allocate(fd: int, size: int) -> None:
+def _preallocate_file(fd: int, size: int) -> None:
     """Reserve the space of a file, if the file system can; then each write has less to do."""
     # Not `os.posix_fallocate`: on a file system that cannot reserve space (NFS before 4.2), the C library would write a byte
     # into each block of the file instead (https://man7.org/linux/man-pages/man3/posix_fallocate.3.html). No error counts here, not even
@@ -149,7 +149,7 @@ def _begin_flushing(fd: int) -> None:
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def make_uncommitted(run: RunDir, step: int, attempt: int) -> Path:
+def make_uncommitted_dir(run: RunDir, step: int, attempt: int) -> Path:
     """Make the directory that a checkpoint is written to, and return it.
 
     Raises:
@@ -245,7 +245,7 @@ def prune_checkpoints(run: RunDir, *, attempt: int, keep: CheckpointSpec) -> lis
     steps = committed_steps(run)
     kept = set(steps[-keep.keep_last :])
     if keep.keep_best:
-        kept |= set(_best_steps(run, steps, keep)[: keep.keep_best])
+        kept |= set(_steps_best_first(run, steps, keep)[: keep.keep_best])
     deleted = []
     for step in steps:
         if step in kept:
@@ -257,7 +257,7 @@ def prune_checkpoints(run: RunDir, *, attempt: int, keep: CheckpointSpec) -> lis
     return deleted
 
 
-def _best_steps(run: RunDir, steps: Iterable[int], keep: CheckpointSpec) -> list[int]:
+def _steps_best_first(run: RunDir, steps: Iterable[int], keep: CheckpointSpec) -> list[int]:
     scored = []
     for step in steps:
         try:
@@ -277,7 +277,7 @@ def read_manifest(path: Path) -> Manifest:
     with _explain_os_errors(path / MANIFEST_NAME):
         raw = record_bytes(path / MANIFEST_NAME)
     manifest = parse_manifest(raw, path)
-    if COMMITTED_NAME.fullmatch(path.name) and int(path.name.removeprefix("step-")) != manifest.step:
+    if COMMITTED_PATTERN.fullmatch(path.name) and int(path.name.removeprefix("step-")) != manifest.step:
         raise CorruptCheckpointError(
             f"{path} is damaged: its {MANIFEST_NAME} is that of another checkpoint, of step {manifest.step}."
         )
@@ -298,7 +298,7 @@ def parse_manifest(raw: bytes, path: Path) -> Manifest:
             f"{path} is a checkpoint of format {content['format']}, but this ddp_hpc {ddp_hpc.__version__} reads formats up "
             f"to {FORMAT_VERSION}. Nothing was changed. Update ddp_hpc, or start over from step 0 with `ddp-hpc submit --fresh`."
         )
-    return Manifest(**{**content, "shards": tuple(map(shard_record, content["shards"]))})
+    return Manifest(**{**content, "shards": tuple(map(parse_shard_record, content["shards"]))})
 
 
 def read_tensors(path: Path, manifest: Manifest) -> dict[str, RawTensor]:
@@ -311,7 +311,8 @@ def read_tensors(path: Path, manifest: Manifest) -> dict[str, RawTensor]:
                 reader.read(number, content[begin : begin + shard.chunk_bytes])
     headers = [content[: header_length(content)] for content in contents]
     return {
-        name: raw_tensor(stored, contents) for name, stored in stored_tensors(path, manifest.shards, headers).items()
+        name: assemble_tensor(stored, contents)
+        for name, stored in stored_tensors(path, manifest.shards, headers).items()
     }
 
 
@@ -391,7 +392,7 @@ def checkpoint_digest(path: Path) -> str:
     """
     manifest = read_manifest(path)
     seal = xxhash.xxh3_128()
-    if FOREIGN_KEY in manifest.state:
+    if FOREIGN_FILES_KEY in manifest.state:
         seal.update(_canonical_json([[shard.file, shard.size, shard.chunks] for shard in manifest.shards]))
         return seal.hexdigest()
     for name, tensor in sorted(read_tensors(path, manifest).items()):
@@ -407,17 +408,17 @@ def export_weights(path: Path, output: Path, *, ema: bool | None = None) -> tupl
     `ema`: whether to write their moving average; unset: where there is one, since that was evaluated. Names are the model's own,
     without `module.`.
     """
-    with output_at(output) as file:
-        entries, parts, is_average = _weight_bytes(path, ema)
+    with atomic_output(output) as file:
+        entries, parts, is_average = _read_weights(path, ema)
         header = shard_header(entries)
         write_shard(file, [header, *parts], size=len(header) + sum(part.nbytes for part in parts))
     return len(entries), is_average
 
 
-def _weight_bytes(path: Path, ema: bool | None) -> tuple[list[TensorEntry], list[memoryview], bool]:
+def _read_weights(path: Path, ema: bool | None) -> tuple[list[TensorEntry], list[memoryview], bool]:
     """Return the weights as a shard holds them: the entries, and the bytes of each; and whether they are the average."""
     manifest = read_manifest(path)
-    if FOREIGN_KEY in manifest.state:
+    if FOREIGN_FILES_KEY in manifest.state:
         files = ", ".join(shard.file for shard in manifest.shards[:3])
         raise ConfigError(
             f"{path} holds files that a script wrote ({files}), so ddp-hpc cannot export weights. Read them as the script does."
@@ -425,11 +426,11 @@ def _weight_bytes(path: Path, ema: bool | None) -> tuple[list[TensorEntry], list
     found = read_tensors(path, manifest)
     present = sorted({name.partition("/")[0] for name in found})
     prefix = "ema" if ema or (ema is None and "ema" in present) else "model"
-    chosen = named_below(f"{prefix}/", found)
+    chosen = select_by_prefix(f"{prefix}/", found)
     if not chosen:
         hint = " Export without `--ema`, or from a run with `train.ema_decay`." if prefix == "ema" else ""
         raise ConfigError(f"{path} has no {prefix!r} weights; it has {', '.join(present)}.{hint}")
-    ordered = sorted(chosen.items(), key=lambda item: (-ITEM_BYTES[item[1].dtype], item[0]))
+    ordered = sorted(chosen.items(), key=lambda item: (-ITEM_BYTES_BY_DTYPE[item[1].dtype], item[0]))
     entries, offset = [], 0
     for name, raw in ordered:
         entries.append(TensorEntry(name, raw.dtype, raw.shape, offset, offset + len(raw.data)))
@@ -501,7 +502,7 @@ def _explain_os_errors(path: Path, on_error: Callable[[], object] = lambda: None
         yield
     except OSError as error:
         on_error()
-        is_known = is_answer(error)
+        is_known = is_final_error(error)
         if isinstance(error, FileNotFoundError):
             try:
                 is_known = path not in path.parent.iterdir()

@@ -24,12 +24,12 @@ from ddp_hpc.base.errors import ConfigError, CorruptCheckpointError, NewerFormat
 from ddp_hpc.run.checkpoints.checkpoint_names import MANIFEST_NAME, checkpoint_path, committed_steps
 from ddp_hpc.run.checkpoints.checkpoint_store import (
     CHUNK_BYTES,
-    FOREIGN_KEY,
+    FOREIGN_FILES_KEY,
     Manifest,
     check_sizes,
     commit_checkpoint,
     explain_if_fenced,
-    make_uncommitted,
+    make_uncommitted_dir,
     parse_manifest,
     read_manifest,
     set_checkpoint_aside,
@@ -51,7 +51,7 @@ def step_in_name(folder: Path) -> int | None:
 
 def flush_files(folder: Path) -> None:
     """Flush to the disk what this host has written below a directory; each host that wrote does so before the commit."""
-    for path in _files(folder):
+    for path in _list_files(folder):
         with suppress(FileNotFoundError):  # another host's view: rank zero lists the files anew
             fsync_path(path)
 
@@ -63,12 +63,12 @@ def commit_files(  # noqa: PLR0913  # the run, its attempt and world, and what t
 
     The files move there, or with `keeps_folder` are copied there. A checkpoint of the same step is replaced.
     """
-    _files(folder)
-    _refuse_other_manifest(folder)
-    uncommitted = make_uncommitted(run, step, attempt)
+    _list_files(folder)
+    _refuse_foreign_manifest(folder)
+    uncommitted = make_uncommitted_dir(run, step, attempt)
     shutil.rmtree(uncommitted)  # what a failed commit of this attempt may have left
     try:
-        (_copy_tree if keeps_folder else _move)(folder, uncommitted)
+        (_copy_tree if keeps_folder else _move_folder)(folder, uncommitted)
         return _publish(run, uncommitted, step, attempt, world_size)
     except BaseException:
         if keeps_folder:  # on a full disk, half a copy would keep the next one from fitting
@@ -79,11 +79,11 @@ def commit_files(  # noqa: PLR0913  # the run, its attempt and world, and what t
 def _publish(run: RunDir, uncommitted: Path, step: int, attempt: int, world_size: int) -> Path:
     with suppress(FileNotFoundError):
         (uncommitted / MANIFEST_NAME).unlink()  # of a directory that was committed before
-    shards = tuple(_flush_and_record(path, uncommitted) for path in _files(uncommitted))
+    shards = tuple(_flush_and_record(path, uncommitted) for path in _list_files(uncommitted))
     for directory in [path for path in uncommitted.rglob("*") if path.is_dir()]:
         fsync_path(directory)
     made = {"at": time.time(), "attempt": attempt, "ddp_hpc": ddp_hpc.__version__}
-    manifest = Manifest(step=step, world_size=world_size, shards=shards, state={FOREIGN_KEY: True}, made=made)
+    manifest = Manifest(step=step, world_size=world_size, shards=shards, state={FOREIGN_FILES_KEY: True}, made=made)
     target = checkpoint_path(run, step)
     if target.exists():  # the newest save of a step counts, as with `os.replace`
         delete_directory(target)
@@ -109,7 +109,7 @@ def newest_whole_step(run: RunDir, *, reads_all: bool, on_progress: Callable[[],
     return None
 
 
-def _files(folder: Path) -> list[Path]:
+def _list_files(folder: Path) -> list[Path]:
     if not folder.is_dir():
         raise ConfigError(
             f"`commit` was asked to commit {str(folder)!r}, but there is no such directory. Write the files into it first."
@@ -120,7 +120,7 @@ def _files(folder: Path) -> list[Path]:
     return files
 
 
-def _refuse_other_manifest(folder: Path) -> None:
+def _refuse_foreign_manifest(folder: Path) -> None:
     path = folder / MANIFEST_NAME
     if not os.path.lexists(path):
         return
@@ -136,7 +136,7 @@ def _refuse_other_manifest(folder: Path) -> None:
         ) from error
 
 
-def _move(folder: Path, uncommitted: Path) -> None:
+def _move_folder(folder: Path, uncommitted: Path) -> None:
     try:
         with explain_if_fenced(uncommitted):
             folder.rename(uncommitted)
@@ -167,13 +167,13 @@ def _copy_file(path: Path, target: Path) -> None:
     """Copy a file; `_flush_and_record` flushes it."""
     # Not a hard link: scripts write their next save into the same file (`torch.save` truncates it), which is every link's file.
     mode = stat.S_IMODE(path.stat().st_mode) | stat.S_IRUSR
-    if not _clone(path, target):
+    if not _try_reflink(path, target):
         shutil.copyfile(path, target)
     with suppress(OSError):  # a file system without permissions
         target.chmod(mode)
 
 
-def _clone(path: Path, target: Path) -> bool:
+def _try_reflink(path: Path, target: Path) -> bool:
     """Make a new file, of another one's blocks where the file system can share them; else tell that it is empty."""
     with path.open("rb") as source, open_private(target, "xb") as copy:
         try:

@@ -1,4 +1,4 @@
-"""What the records of a run's earlier attempts say of its failures and saves. Pure, but for `read_past`."""
+"""What the records of a run's earlier attempts say of its failures and saves. Pure, but for `read_past_saves`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ddp_hpc.run.run_dir.timeline import Mark, read_marks
 
 NUM_NEWEST_FAILURES = 8
 """So many failures count, and the training since the oldest of them: what a run did before says little of it now."""
-_NEWEST_SAVES = 5
+_NUM_NEWEST_SAVES = 5
 
 _SUDDEN_BY_CAUSE: Mapping[Cause, Literal["yes", "no", "if steps are lost"]] = {
     Cause.WORKER_CRASHED: "yes",
@@ -52,7 +52,7 @@ class PastAttempt:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Past:
+class PastSaves:
     """What is known of a run when an attempt begins."""
 
     num_failures: int = 0
@@ -67,17 +67,17 @@ class Past:
     """How long the attempts took from their start until they trained; the middle one."""
 
 
-def read_past(run: RunDir, *, before: int, now: float) -> Past:
+def read_past_saves(run: RunDir, *, before: int, now: float) -> PastSaves:
     """Return what the attempts before `before` say; where none has trained, how long that one took from its start until now."""
     ledger = Ledger.read(run)
     earlier = [one for one in ledger.attempts if one.attempt < before]
-    past, this = make_past(earlier, read_marks(run)), ledger.attempt(before)
+    past, this = make_past_saves(earlier, read_marks(run)), ledger.attempt(before)
     if past.restart_s is None and this is not None:
         return replace(past, restart_s=max(0.0, now - this.started_at))
     return past
 
 
-def make_past(attempts: Sequence[Attempt], marks: Sequence[Mark]) -> Past:
+def make_past_saves(attempts: Sequence[Attempt], marks: Sequence[Mark]) -> PastSaves:
     """Return what attempts, oldest first, and their notes say."""
     all_marks = [[mark for mark in marks if mark.attempt == one.attempt] for one in attempts]
     past = [found for one, some in zip(attempts, all_marks, strict=True) if (found := _past_attempt(one, some))]
@@ -87,15 +87,17 @@ def make_past(attempts: Sequence[Attempt], marks: Sequence[Mark]) -> Past:
     return summarize_attempts(past, stalls_s=stalls, writes_s=writes)
 
 
-def summarize_attempts(past: Sequence[PastAttempt], *, stalls_s: Sequence[float], writes_s: Sequence[float]) -> Past:
+def summarize_attempts(
+    past: Sequence[PastAttempt], *, stalls_s: Sequence[float], writes_s: Sequence[float]
+) -> PastSaves:
     """Return what attempts, oldest first, say together; with the stalls and the times of writing of their saves."""
     failed = [number for number, one in enumerate(past) if one.is_sudden]
     counted = past[failed[-NUM_NEWEST_FAILURES] :] if len(failed) >= NUM_NEWEST_FAILURES else past
-    return Past(
+    return PastSaves(
         num_failures=sum(one.is_sudden for one in counted),
         trained_s=sum(one.trained_s for one in counted),
         stalls_s=tuple(stalls_s[-1:]),
-        writes_s=tuple(writes_s[-_NEWEST_SAVES:]),
+        writes_s=tuple(writes_s[-_NUM_NEWEST_SAVES:]),
         restart_s=median_high(one.started_s for one in past) if past else None,
     )
 

@@ -11,9 +11,9 @@ if TYPE_CHECKING:  # `status` needs no keys
 
 ASSUMED_STALL_S = 1.0
 """How long training waits for a save, where none was measured yet."""
-FIRST_SAVE_S = 60.0
+FIRST_SAVE_AFTER_S = 60.0
 """Where none was measured yet, the first save comes after so much training at the latest: it measures, and a wrong guess costs little."""
-LEAST_WRITES_APART = 2.0
+MIN_INTERVAL_IN_WRITES = 2.0
 """An interval is at least so many times as long as the newest saves took to be written: a save never waits for the one before
 it, and the file system rests half of the time."""
 LEAST_CHANGE_FACTOR = 1.3
@@ -80,13 +80,13 @@ def choose_interval(costs: SaveCosts, keys: CheckpointSpec, *, is_measured: bool
         is_measured: whether `stall_s` was measured.
     """
     best_s = best_interval_s(costs.stall_s, costs.between_failures_s)
-    found: tuple[float, DecidedBy] = (best_s if is_measured else min(best_s, FIRST_SAVE_S), "least cost")
+    found: tuple[float, DecidedBy] = (best_s if is_measured else min(best_s, FIRST_SAVE_AFTER_S), "least cost")
     if found[0] > keys.max_interval_s:
         found = (keys.max_interval_s, "longest")
     if found[0] < keys.min_interval_s:
         found = (keys.min_interval_s, "shortest")
-    if found[0] < LEAST_WRITES_APART * costs.write_s:
-        found = (LEAST_WRITES_APART * costs.write_s, "written")
+    if found[0] < MIN_INTERVAL_IN_WRITES * costs.write_s:
+        found = (MIN_INTERVAL_IN_WRITES * costs.write_s, "written")
     return found
 
 
@@ -95,14 +95,14 @@ def is_worth_changing(now: float, best: float) -> bool:
     return not now / LEAST_CHANGE_FACTOR < best < now * LEAST_CHANGE_FACTOR
 
 
-_UNITS = ((86_400.0, "d"), (3600.0, "h"), (60.0, "min"), (1.0, "s"))
+_TIME_UNITS = ((86_400.0, "d"), (3600.0, "h"), (60.0, "min"), (1.0, "s"))
 
 
-def rough_duration(seconds: float) -> str:
+def duration_text(seconds: float) -> str:
     """Return `40 ms`, `1.2 s`, `9 min`, `11 h` or `154 d`."""
     if seconds < 1:
         return f"{seconds * 1000:.0f} ms"
-    unit, name = next((unit, name) for unit, name in _UNITS if seconds >= (1.5 * unit if unit > 1 else unit))
+    unit, name = next((unit, name) for unit, name in _TIME_UNITS if seconds >= (1.5 * unit if unit > 1 else unit))
     count = seconds / unit
     return f"{count:.1f} {name}" if count < 9.95 and name != "min" else f"{count:.0f} {name}"
 
@@ -132,24 +132,24 @@ class SaveInterval:
     def interval_text(self) -> str:
         """Return `every 340 steps (about 9 min)`."""
         steps = "step" if self.every_steps == 1 else f"{self.every_steps} steps"
-        return f"every {steps} (about {rough_duration(self.seconds)})"
+        return f"every {steps} (about {duration_text(self.seconds)})"
 
     def numbers_text(self) -> str:
         """Return the numbers that the interval follows from."""
-        costs, often = self.costs, rough_duration(self.costs.between_failures_s)
+        costs, often = self.costs, duration_text(self.costs.between_failures_s)
         failures = f"one failure every {often} is expected ({self.num_failures} so far)"
         if self.num_failures == 0:
             failures = f"no failure so far, one every {often} is assumed"
-        start = f"a start takes {rough_duration(costs.restart_s)}, " if costs.restart_s else ""
+        start = f"a start takes {duration_text(costs.restart_s)}, " if costs.restart_s else ""
         stops = "stops" if self.is_measured else "is assumed to stop"
-        return f"a save {stops} training for {rough_duration(costs.stall_s)}, {start}{failures}"
+        return f"a save {stops} training for {duration_text(costs.stall_s)}, {start}{failures}"
 
     def reason_text(self, why: DecidedBy) -> str:
         """Return why the interval is as long as it is."""
         limit = {
             "shortest": "; not more often, because of `checkpoint.min_interval_s`",
             "longest": "; not less often, because of `checkpoint.max_interval_s`",
-            "written": f"; not more often, because a save takes {rough_duration(self.costs.write_s)} to be written",
+            "written": f"; not more often, because a save takes {duration_text(self.costs.write_s)} to be written",
         }
         return self.numbers_text() + limit.get(why, "")
 

@@ -24,8 +24,8 @@ FORMAT_VERSION = 2
 """The format that is written. Format 1 had one checksum for each file, and did not say which part of a larger tensor it held."""
 _METADATA, _MARK = "__metadata__", "ddp_hpc.format"
 
-_NAMES_BY_BYTES = {8: "F64 I64 U64 C64", 4: "F32 I32 U32", 2: "F16 BF16 I16 U16", 1: "F8_E4M3 F8_E5M2 I8 U8 BOOL"}
-ITEM_BYTES = {name: size for size, names in _NAMES_BY_BYTES.items() for name in names.split()}
+_DTYPES_BY_ITEM_BYTES = {8: "F64 I64 U64 C64", 4: "F32 I32 U32", 2: "F16 BF16 I16 U16", 1: "F8_E4M3 F8_E5M2 I8 U8 BOOL"}
+ITEM_BYTES_BY_DTYPE = {name: size for size, names in _DTYPES_BY_ITEM_BYTES.items() for name in names.split()}
 """Bytes of one element, by the name that safetensors has for its dtype: all dtypes that a checkpoint may hold."""
 
 
@@ -65,7 +65,7 @@ class RawTensor:
     data: memoryview
 
 
-def shard_record(content: Mapping[str, Any]) -> ShardRecord:
+def parse_shard_record(content: Mapping[str, Any]) -> ShardRecord:
     """Return a shard's record from its JSON in a manifest of either format."""
     if "xxh3_128" in content:  # format 1
         size = int(content["size"])
@@ -81,7 +81,7 @@ def shard_header(entries: Sequence[TensorEntry]) -> bytes:
     """
     table: dict[str, Any] = {}
     metadata = {
-        entry.name: _place_text(entry.global_shape, entry.offset) for entry in entries if entry.global_shape is not None
+        entry.name: _place_json(entry.global_shape, entry.offset) for entry in entries if entry.global_shape is not None
     }
     if metadata:
         table[_METADATA] = {_MARK: str(FORMAT_VERSION), **metadata}
@@ -93,12 +93,12 @@ def shard_header(entries: Sequence[TensorEntry]) -> bytes:
 
 
 @lru_cache  # many tensors are of the same shape
-def _place_text(shape: tuple[int, ...], offset: tuple[int, ...]) -> str:
+def _place_json(shape: tuple[int, ...], offset: tuple[int, ...]) -> str:
     return json.dumps({"shape": shape, "offset": offset}, separators=(",", ":"))
 
 
 @lru_cache
-def _read_place(text: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _parse_piece_place(text: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
     known = json.loads(text)
     return tuple(map(int, known["shape"])), tuple(map(int, known["offset"]))
 
@@ -120,7 +120,7 @@ class StoredTensor(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+        return math.prod(self.shape) * ITEM_BYTES_BY_DTYPE[self.dtype]
 
     def contiguous_parts(self, piece: TensorEntry) -> Iterator[tuple[int, int, int]]:
         """Yield the parts of a piece that are contiguous in the file and in the tensor: begin in either, and length in bytes."""
@@ -128,7 +128,7 @@ class StoredTensor(NamedTuple):
             if length := self.num_bytes:
                 yield piece.begin, 0, length
             return
-        item = ITEM_BYTES[self.dtype]
+        item = ITEM_BYTES_BY_DTYPE[self.dtype]
         strides = [item * math.prod(self.shape[dim + 1 :]) for dim in range(len(self.shape))]
         cut = [dim for dim, size in enumerate(piece.shape) if size != self.shape[dim]]
         split = cut[-1]  # in the dimensions after this one, the piece has all of the tensor
@@ -170,10 +170,10 @@ def parse_header(path: Path, header: memoryview | bytes, size: int) -> list[Tens
             f"{path} is not a safetensors file: its header cannot be read ({type(error).__name__}: {error})."
         ) from error
     for entry in entries:
-        item = ITEM_BYTES.get(entry.dtype)
+        item = ITEM_BYTES_BY_DTYPE.get(entry.dtype)
         if item is None:
             raise CorruptCheckpointError(
-                f"{path} has the tensor {entry.name!r} of dtype {entry.dtype!r}, but ddp-hpc reads only {', '.join(ITEM_BYTES)}."
+                f"{path} has the tensor {entry.name!r} of dtype {entry.dtype!r}, but ddp-hpc reads only {', '.join(ITEM_BYTES_BY_DTYPE)}."
             )
         if not len(header) <= entry.begin <= entry.end <= size or min(entry.shape, default=0) < 0:
             raise CorruptCheckpointError(
@@ -191,7 +191,7 @@ def parse_header(path: Path, header: memoryview | bytes, size: int) -> list[Tens
 def _parse_entry(name: str, fields: Mapping[str, Any], place: str | None, first: int) -> TensorEntry:
     begin, end = fields["data_offsets"]
     shape = tuple(map(operator.index, fields["shape"]))  # refuses 1.5 and "1", which `int` takes
-    whole, offset = _read_place(place) if place else (shape, (0,) * len(shape))
+    whole, offset = _parse_piece_place(place) if place else (shape, (0,) * len(shape))
     dtype = sys.intern(fields["dtype"])
     return TensorEntry(name, dtype, shape, first + operator.index(begin), first + operator.index(end), whole, offset)
 
@@ -233,10 +233,10 @@ def _is_whole(stored: StoredTensor) -> bool:
         for (start, size), whole in zip(box, stored.shape, strict=True)
     )
     num_elements = sum(math.prod(piece.shape) for piece in pieces)
-    return is_within and num_elements == math.prod(stored.shape) and not any(_overlaps(boxes))
+    return is_within and num_elements == math.prod(stored.shape) and not any(_overlap_flags(boxes))
 
 
-def _overlaps(boxes: Sequence[Sequence[tuple[int, int]]]) -> Iterator[bool]:
+def _overlap_flags(boxes: Sequence[Sequence[tuple[int, int]]]) -> Iterator[bool]:
     """Yield whether two boxes overlap, for each two that share an index of the first dimension; boxes are sorted by it."""
     for number, box in enumerate(boxes):
         for other in itertools.islice(boxes, number + 1, None):
@@ -245,12 +245,12 @@ def _overlaps(boxes: Sequence[Sequence[tuple[int, int]]]) -> Iterator[bool]:
             yield all(a < b + length and b < a + size for (a, size), (b, length) in zip(box, other, strict=True))
 
 
-def named_below(prefix: str, named: Mapping[str, T]) -> dict[str, T]:
+def select_by_prefix(prefix: str, named: Mapping[str, T]) -> dict[str, T]:
     """Return what has a name that begins with a prefix, by the rest of its name."""
     return {name.removeprefix(prefix): one for name, one in named.items() if name.startswith(prefix)}
 
 
-def raw_tensor(stored: StoredTensor, contents: Sequence[memoryview]) -> RawTensor:
+def assemble_tensor(stored: StoredTensor, contents: Sequence[memoryview]) -> RawTensor:
     """Return a tensor's bytes: a view of its shard, or a copy put together from several pieces."""
     if len(stored.pieces) == 1:
         [(shard, piece)] = stored.pieces

@@ -20,7 +20,7 @@ _PATH_KEYS = (
     "site.no_write",
 )
 """Keys in whose values `$NAME` is a variable of the user who submits. In other values, `$NAME` stays as it is, for the job."""
-_OWN_HOME = re.compile(r"~(?=/|$)")
+_OWN_HOME_PATTERN = re.compile(r"~(?=/|$)")
 
 
 def fill_settings(settings: Sequence[Setting], environ: Mapping[str, str]) -> list[Setting]:
@@ -63,5 +63,5 @@ def _fill_text(text: str, setting: Setting, environ: Mapping[str, str]) -> str:
         ) from error
     refuse_unknown_home(full, f"`{setting.key}` is {text!r} ({setting.origin})")
     if "HOME" in environ:
-        return _OWN_HOME.sub(lambda _: environ["HOME"], full, count=1) if full.startswith("~") else full
+        return _OWN_HOME_PATTERN.sub(lambda _: environ["HOME"], full, count=1) if full.startswith("~") else full
     return os.path.expanduser(full)  # noqa: PTH111  # it may be an image's address, which a Path would change

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-_OTHER_NAMES: Mapping[str, str] = {
+_NAMES_BY_OUR_KEY: Mapping[str, str] = {
     "name": "run_name experiment experiment_name job_name wandb_name",
     "runs_dir": "output_dir out_dir save_dir log_dir logdir default_root_dir root_dir work_dir workdir ckpt_dir checkpoint_dir",
     "seed": "random_seed manual_seed seed_everything data_seed",
@@ -62,7 +62,7 @@ _OTHER_NAMES: Mapping[str, str] = {
 }
 """Our key -> its names in other tools."""
 
-KEY_BY_OTHER_NAME: Mapping[str, str] = {name: key for key, names in _OTHER_NAMES.items() for name in names.split()}
+KEY_BY_OTHER_NAME: Mapping[str, str] = {name: key for key, names in _NAMES_BY_OUR_KEY.items() for name in names.split()}
 """Name in another tool -> our key."""
 _VARIABLE_PREFIXES = ("NCCL_", "GLOO_", "OMP_", "MKL_", "TORCH_", "CUDA_", "UCX_", "FI_", "HF_")
 """Prefixes of environment variables that users write as if they were keys."""

@@ -15,7 +15,7 @@ from ddp_hpc.base.field_types import annotations_of, is_optional, type_in_words,
 from ddp_hpc.base.names import nearest
 from ddp_hpc.run.spec import RunSpec
 
-VariableValue = str | int | None
+EnvVariableValue = str | int | None
 """The type of the values in `env`: a file may leave out the quotes around whole numbers."""
 
 
@@ -39,7 +39,7 @@ class Key:
     def is_text(self) -> bool:
         """Whether its values are text, so that an unquoted `3` is text, too."""
         wanted = without_none(self.annotation)
-        return wanted in (str, without_none(VariableValue)) or get_origin(wanted) is Literal
+        return wanted in (str, without_none(EnvVariableValue)) or get_origin(wanted) is Literal
 
 
 @cache
@@ -65,29 +65,29 @@ def key_of(name: str) -> Key | None:
         return all_keys()[name]
     if not is_below_open_key(name):
         return None
-    return Key(name, VariableValue if is_below(name, "env") else Any, MISSING)
+    return Key(name, EnvVariableValue if is_below(name, "env") else Any, MISSING)
 
 
 def is_below_open_key(name: str) -> bool:
     """Return whether the name lies below an open key (`recipe.args.width`)."""
-    return name.startswith(_open_beginnings())
+    return name.startswith(_open_key_prefixes())
 
 
 def is_section(name: str) -> bool:
     """Return whether this name is a section: keys may be below it."""
-    return name in _sections()
+    return name in _section_names()
 
 
 # A process asks these two hundreds of times for one configuration, so what they look up is computed once.
 
 
 @cache
-def _open_beginnings() -> tuple[str, ...]:
+def _open_key_prefixes() -> tuple[str, ...]:
     return tuple(f"{key.name}." for key in all_keys().values() if key.is_open)
 
 
 @cache
-def _sections() -> frozenset[str]:
+def _section_names() -> frozenset[str]:
     parents = (name.split(".")[:depth] for name in all_keys() for depth in range(1, name.count(".") + 1))
     return frozenset({*map(".".join, parents), *(key.name for key in all_keys().values() if key.is_open)})
 
@@ -157,10 +157,10 @@ def parse_text(key: Key | None, text: str, location: str) -> Any:
 
     For a key of type text, it is the text itself. For others it is YAML: a scalar, or a list, mapping or quoted text.
     """
-    from ddp_hpc.run.config.yaml_text import plain_scalar, read_yaml  # late: `status` reads no YAML
+    from ddp_hpc.run.config.yaml_text import parse_plain_scalar, read_yaml  # late: `status` reads no YAML
 
     stripped = text.strip()
-    is_variable = key is not None and key.annotation is VariableValue
+    is_variable = key is not None and key.annotation is EnvVariableValue
     if (
         key is not None
         and is_optional(key.annotation)
@@ -171,5 +171,5 @@ def parse_text(key: Key | None, text: str, location: str) -> Any:
         return text
     if stripped[:1] in {"[", "{", '"', "'"}:
         return read_yaml(stripped, f"{text!r} ({location})")
-    value = plain_scalar(stripped)
+    value = parse_plain_scalar(stripped)
     return text if isinstance(value, str) else value

@@ -15,7 +15,7 @@ from ddp_hpc.base.field_types import type_in_words
 from ddp_hpc.run.config.keys import Key, all_keys, is_below, is_below_open_key, is_section, unknown_key_error
 from ddp_hpc.run.config.yaml_text import dump_value
 
-NO_DEFAULT = "the file's name"
+NAME_DEFAULT_TEXT = "the file's name"
 """The default of `name`, the one key without a default in the spec."""
 
 
@@ -25,7 +25,7 @@ def reference_rows() -> list[dict[str, str]]:
         {
             "key": name,
             "type": type_in_words(key.annotation),
-            "default": NO_DEFAULT if key.default is MISSING else dump_value(key.default),
+            "default": NAME_DEFAULT_TEXT if key.default is MISSING else dump_value(key.default),
             "meaning": _meaning(key),
         }
         for name, key in all_keys().items()
@@ -52,7 +52,7 @@ def as_markdown(rows: Sequence[Mapping[str, str]]) -> str:
         if section != opened:
             lines += ["", "| key | type | default | meaning |", "| --- | --- | --- | --- |"]
             opened = section
-        default = row["default"] if row["default"] == NO_DEFAULT else f"`{row['default']}`"
+        default = row["default"] if row["default"] == NAME_DEFAULT_TEXT else f"`{row['default']}`"
         meaning = row["meaning"].replace("|", chr(92) + "|")
         lines.append(f"| `{row['key']}` | {row['type']} | {default} | {meaning} |")
     return "\n".join(lines).strip() + "\n"
@@ -61,12 +61,12 @@ def as_markdown(rows: Sequence[Mapping[str, str]]) -> str:
 def _meaning(key: Key) -> str:
     # A field's text stands in the source of the class that declares the field.
     homes: list[type] = [base for base in (key.section or object).__mro__ if is_dataclass(base)]
-    texts = [_texts_of_module(base.__module__).get(base.__name__, {}) for base in homes]
+    texts = [_field_docstrings(base.__module__).get(base.__name__, {}) for base in homes]
     return ChainMap(*texts).get(key.name.rpartition(".")[2], "")
 
 
 @cache
-def _texts_of_module(module: str) -> dict[str, dict[str, str]]:
+def _field_docstrings(module: str) -> dict[str, dict[str, str]]:
     """Return class -> field -> the docstring below the field in the module's source."""
     tree = ast.parse(inspect.getsource(sys.modules[module]))
     found: dict[str, dict[str, str]] = {}

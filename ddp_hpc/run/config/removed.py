@@ -21,7 +21,7 @@ class RemovedKey:
     """Its default until then."""
 
 
-_SBATCH_FLAGS = ("mail_type", "mail_user", "comment", "reservation")
+_REMOVED_SBATCH_FLAGS = ("mail_type", "mail_user", "comment", "reservation")
 """Keys of `slurm` that are flags of sbatch."""
 REMOVED_KEYS: Mapping[str, RemovedKey] = {
     "integrity.recompute_every_steps": RemovedKey(
@@ -47,16 +47,14 @@ REMOVED_KEYS: Mapping[str, RemovedKey] = {
         "`ddp-hpc submit A --wait && ddp-hpc submit B`.",
     ),
     "profile.command": RemovedKey(
-        since="2026-11-26",
-        default="nsys",
-        instead="`profile.kind=torch` records the kernels of a GPU, too.",
+        since="2026-11-26", default="nsys", instead="`profile.kind=torch` records the kernels of a GPU, too."
     ),
     **{
         f"slurm.{flag}": RemovedKey(
             since="2026-11-27",
             instead=f"`slurm.extra.{flag}` takes the same value (in quotes where it looks like a number), as it does for each flag of sbatch that has no key.",
         )
-        for flag in _SBATCH_FLAGS
+        for flag in _REMOVED_SBATCH_FLAGS
     },
     "log.tensorboard": RemovedKey(
         since="2026-11-27", default=False, instead="`log.recorders=[tensorboard]` does the same."
@@ -90,7 +88,7 @@ def drop_removed(content: dict[Any, Any]) -> dict[str, Any]:
             holder = holder.get(section) if isinstance(holder, dict) else None
         if isinstance(holder, dict) and leaf in holder:
             value = holder.pop(leaf)
-            if value != one.default and leaf in _SBATCH_FLAGS:
+            if value != one.default and leaf in _REMOVED_SBATCH_FLAGS:
                 holder["extra"] = {leaf: value, **(holder.get("extra") or {})}
             elif value != one.default:
                 dropped[name] = value

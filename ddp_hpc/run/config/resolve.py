@@ -16,13 +16,13 @@ from ddp_hpc.base.patience import await_answer
 from ddp_hpc.run.config.fill_paths import escape_dollars, fill_settings
 from ddp_hpc.run.config.keys import all_keys, convert_value, key_of
 from ddp_hpc.run.config.removed import REMOVED_KEYS, drop_removed
-from ddp_hpc.run.config.site import Profile, find_profile, refuse_no_write_dir
+from ddp_hpc.run.config.site import Profile, find_profile, refuse_forbidden_dir
 from ddp_hpc.run.config.sources import (
     COMMAND_LINE,
     DEFAULT,
     Origin,
     Setting,
-    flatten_free,
+    flatten_open_key,
     from_defaults,
     from_environment,
     from_file,
@@ -99,8 +99,8 @@ def resolve(  # noqa: PLR0913  the parts of a command line, and what decides whi
         between = [
             one for key, one in of_each[0].items() if all(key in of and of[key].value == one.value for of in of_each)
         ]
-    resolved = replace(_build([*before, *between, *after]), profile=profile)
-    refuse_no_write_dir(resolved.spec.path, profile)
+    resolved = replace(_build_config([*before, *between, *after]), profile=profile)
+    refuse_forbidden_dir(resolved.spec.path, profile)
     return resolved
 
 
@@ -110,12 +110,12 @@ def load_resolved(path: Path, *, is_patient: bool = False, patience_s: float | N
     `is_patient` is for processes of the run: the file exists, so they wait for a file system that does not show it yet,
     for `patience_s`, or as long as `patience` says.
     """
-    return await_answer(str(path), lambda: _load(path, is_known=not is_patient), patience_s=patience_s)
+    return await_answer(str(path), lambda: _load_spec(path, is_known=not is_patient), patience_s=patience_s)
 
 
-def _load(path: Path, *, is_known: bool) -> RunSpec:
+def _load_spec(path: Path, *, is_known: bool) -> RunSpec:
     try:
-        return _build([*from_defaults(), *from_file(path, is_of_run=True)]).spec
+        return _build_config([*from_defaults(), *from_file(path, is_of_run=True)]).spec
     except ConfigError as error:
         if is_known or not isinstance(error.__cause__, OSError):
             raise
@@ -139,7 +139,7 @@ def resolve_key(name: str, environ: Mapping[str, str]) -> Any:
     return _converted_value(setting)
 
 
-def _build(settings: Iterable[Setting]) -> Resolved:
+def _build_config(settings: Iterable[Setting]) -> Resolved:
     chosen = _merge_settings(settings)
     values = {key: _converted_value(setting) for key, setting in chosen.items()}
     try:
@@ -219,7 +219,7 @@ def flat_spec(spec: RunSpec) -> dict[str, Any]:
         value: Any = spec
         for part in name.split("."):
             value = getattr(value, part)
-        leaves |= flatten_free(name, value) if key.is_open else {name: value}
+        leaves |= flatten_open_key(name, value) if key.is_open else {name: value}
     return leaves
 
 
@@ -232,13 +232,13 @@ def changed_keys(old: RunSpec, new: RunSpec) -> dict[str, str]:
     found: dict[str, str] = {}
     for key in dict.fromkeys([*after, *before]):
         values = before.get(key), after.get(key)
-        if values[0] != values[1] and not _is_empty_only_once(key, before, after):
+        if values[0] != values[1] and not _is_empty_in_one(key, before, after):
             told = (repr(value) if is_key_shown(key, value) else HIDDEN for value in values)
             found[key] = f"{key} {' -> '.join(told)}"
     return found
 
 
-def _is_empty_only_once(key: str, *leaves: Mapping[str, Any]) -> bool:
+def _is_empty_in_one(key: str, *leaves: Mapping[str, Any]) -> bool:
     """Tell whether a section is empty in one spec and has keys in the other: these keys are the changes then."""
     is_empty = any(of_spec.get(key) == {} for of_spec in leaves)
     return is_empty and any(other.startswith(f"{key}.") for of_spec in leaves for other in of_spec)
@@ -270,7 +270,7 @@ def render_resolved(resolved: Resolved, *, for_eyes: bool = False) -> str:
     return "".join([*(f"{text:<{width if source else 0}}{source}\n" for text, source in lines), *notes])
 
 
-_RENDERED_LINE = re.compile(r"( *)([^ :][^:]*):(?:| .*  # (.*))")
+_RENDERED_LINE_PATTERN = re.compile(r"( *)([^ :][^:]*):(?:| .*  # (.*))")
 
 
 def keys_of_source(path: Path, source: str) -> list[str]:
@@ -278,7 +278,7 @@ def keys_of_source(path: Path, source: str) -> list[str]:
     sections: list[str] = []
     found: list[str] = []
     for line in path.read_text(encoding="utf-8").splitlines():
-        if match := _RENDERED_LINE.fullmatch(line):
+        if match := _RENDERED_LINE_PATTERN.fullmatch(line):
             indent, leaf, origin = match.groups()
             sections[len(indent) // 2 :] = [leaf]
             if origin and origin.startswith(source):

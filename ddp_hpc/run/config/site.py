@@ -25,7 +25,7 @@ PROFILE_VARIABLE = "DDP_HPC_SITE_PROFILE"
 """The environment variable that names a profile or its file; empty means no profile."""
 _FOLDER, _GENERAL = "sites", "site.yaml"
 """In a settings directory: the subdirectory of site profiles, and the profile for all hosts."""
-PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+SITE_NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,19 +80,19 @@ def find_profile(
 
     Without `fill`, variables in its paths stay as they are written.
     """
-    found = _find(environ, named, host)
+    found = _locate_profile(environ, named, host)
     return None if found is None else read_profile(*found, environ if fill else None)
 
 
-def _find(environ: Mapping[str, str], named: str | None, host: Callable[[], str]) -> tuple[Path, str] | None:
+def _locate_profile(environ: Mapping[str, str], named: str | None, host: Callable[[], str]) -> tuple[Path, str] | None:
     """Return a profile's file, and why it is used."""
     if named is not None:
-        return _named(named, "named on the command line", environ)
+        return _locate_by_name(named, "named on the command line", environ)
     if PROFILE_VARIABLE in environ:
         asked = environ[PROFILE_VARIABLE]
-        return _named(asked, f"{PROFILE_VARIABLE} names it", environ) if asked else None
+        return _locate_by_name(asked, f"{PROFILE_VARIABLE} names it", environ) if asked else None
     for folder in profile_dirs(environ):
-        if fitting := [(path, pattern) for path in _profiles_in(folder) if (pattern := _pattern_for(path, host()))]:
+        if fitting := [(path, pattern) for path in _profiles_in(folder) if (pattern := _fitting_pattern(path, host()))]:
             if len(fitting) > 1:
                 several = " and ".join(f"{path.name} ({pattern!r})" for path, pattern in fitting)
                 raise ConfigError(
@@ -112,7 +112,7 @@ def known_profiles(environ: Mapping[str, str]) -> dict[str, Path]:
     return {path.stem: path for folder in reversed(folders) for path in _profiles_in(folder)}
 
 
-def _named(name: str, why: str, environ: Mapping[str, str]) -> tuple[Path, str]:
+def _locate_by_name(name: str, why: str, environ: Mapping[str, str]) -> tuple[Path, str]:
     if "/" in name or name.endswith((".yaml", ".yml")):
         path = Path(os.path.expanduser(name))  # noqa: PTH111  a Path raises an error for `~nobody`
         if not path.is_file():
@@ -130,7 +130,7 @@ def _profiles_in(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.yaml")) if is_folder(folder) else []
 
 
-def _pattern_for(path: Path, host: str) -> str | None:
+def _fitting_pattern(path: Path, host: str) -> str | None:
     """Return the pattern in a profile's `site.hosts` that fits this host, or None."""
     section = read_mapping(path).get("site") or {}
     patterns = section.get("hosts") if isinstance(section, dict) else None
@@ -167,13 +167,13 @@ def read_profile(path: Path, why: str, environ: Mapping[str, str] | None) -> Pro
         site=_parse_site(path, about, fills),
         settings=tuple(map(fills, settings_in(content, Origin(source, str(path))))),
         partitions={
-            str(name): _parse_section(str(name), section, Origin(f"{source}, partition {name}", str(path)), fills)
+            str(name): _partition(str(name), section, Origin(f"{source}, partition {name}", str(path)), fills)
             for name, section in partitions.items()
         },
     )
 
 
-def _parse_section(name: str, section: Any, origin: Origin, fills: Callable[[Setting], Setting]) -> tuple[Setting, ...]:
+def _partition(name: str, section: Any, origin: Origin, fills: Callable[[Setting], Setting]) -> tuple[Setting, ...]:
     if not isinstance(section, dict):
         if section is None:
             return ()
@@ -204,14 +204,14 @@ def _parse_site(path: Path, section: Mapping[str, Any], fills: Callable[[Setting
         given = Setting(f"site.{name}", [value] if name == "hosts" and isinstance(value, str) else value, origin)
         values[name] = convert_value(Key(given.key, annotations[name], MISSING), fills(given).value, str(origin))
     site = Site(**{"name": path.stem, **values})
-    if not PLAIN_NAME.fullmatch(site.name):
+    if not SITE_NAME_PATTERN.fullmatch(site.name):
         raise ConfigError(
             f"`site.name` is {site.name!r} ({path}), but a name may have only letters, digits, `.`, `_` and `-`."
         )
     return site
 
 
-def refuse_no_write_dir(path: Path, profile: Profile | None) -> None:
+def refuse_forbidden_dir(path: Path, profile: Profile | None) -> None:
     """Refuse a run's directory in one of the directories `site.no_write`."""
     if profile is None:
         return

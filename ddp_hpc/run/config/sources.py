@@ -9,20 +9,20 @@ from pathlib import Path
 from typing import Any
 
 from ddp_hpc.base.errors import ConfigError
-from ddp_hpc.base.slurm_times import seconds
+from ddp_hpc.base.slurm_times import parse_seconds
 from ddp_hpc.run.config.foreign import our_key_for
 from ddp_hpc.run.config.keys import all_keys, is_below_open_key, is_section, key_of, parse_text, unknown_key_error
 from ddp_hpc.run.config.removed import drop_removed
 
 ENVIRONMENT_PREFIX = "DDP_HPC__"
-_SBATCH_VARIABLES = {
+_KEY_BY_SBATCH_VARIABLE = {
     **{f"SBATCH_{name.upper()}": f"slurm.{name}" for name in ("partition", "account", "qos", "constraint")},
     "SBATCH_RESERVATION": "slurm.extra.reservation",
     "SBATCH_TIMELIMIT": "resources.time_limit_min",
 }
 """Variables by which a user's shell gives defaults to sbatch -> our keys."""
-_JOB_VARIABLES = ("SLURM_JOB_ID", "SLURM_JOBID")
-_PLAIN_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
+_JOB_ID_VARIABLES = ("SLURM_JOB_ID", "SLURM_JOBID")
+_KEY_PART_PATTERN = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 
 _MOST_BYTES = 4 << 20
 """Of a file of keys: YAML of this size takes seconds to read."""
@@ -112,7 +112,7 @@ def from_environment(environ: Mapping[str, str]) -> list[Setting]:
     for variable, text in sorted(environ.items()):
         if variable.upper().startswith(ENVIRONMENT_PREFIX):
             source = f"environment {variable}"
-            settings += _from_text(_key_name(variable), text, Origin(source, source))
+            settings += _from_text(_env_var_key(variable), text, Origin(source, source))
     return list(_refuse_repeats(settings))
 
 
@@ -121,18 +121,18 @@ def from_sbatch_variables(environ: Mapping[str, str]) -> list[Setting]:
 
     A time that is not a length, such as `UNLIMITED`, stays as it is, so that an error names it where no other source sets the key.
     """
-    if any(environ.get(name) for name in _JOB_VARIABLES):
+    if any(environ.get(name) for name in _JOB_ID_VARIABLES):
         return []
     settings = []
-    for variable, key in _SBATCH_VARIABLES.items():
+    for variable, key in _KEY_BY_SBATCH_VARIABLE.items():
         if text := environ.get(variable, "").strip():
-            length_s = seconds(text) if variable == "SBATCH_TIMELIMIT" else None
+            length_s = parse_seconds(text) if variable == "SBATCH_TIMELIMIT" else None
             source = f"environment {variable}"
             settings.append(Setting(key, text if length_s is None else -(-length_s // 60), Origin(source, source)))
     return settings
 
 
-def _key_name(variable: str) -> str:
+def _env_var_key(variable: str) -> str:
     """Return the key that a variable names, in lower case.
 
     A key that the user invented (`recipe.args.*`) keeps its case, unless the whole name is in capitals. A key below `env`
@@ -191,9 +191,9 @@ def _flatten(name: str, value: Any, origin: Origin) -> Iterator[Setting]:
         yield from _flatten_section(name, value, origin)
     elif key_of(name) is None:
         raise unknown_key_error(name, str(origin))
-    elif is_below_open_key(name) and not all(map(_PLAIN_NAME.fullmatch, name.split("."))):
+    elif is_below_open_key(name) and not all(map(_KEY_PART_PATTERN.fullmatch, name.split("."))):
         raise ConfigError(f"`{name}` ({origin}) is not a key: only letters, digits, `_` and `-` may follow a `.`.")
-    elif is_below_open_key(name) and _is_tree(value):
+    elif is_below_open_key(name) and _is_mergeable(value):
         yield from _flatten_mapping(name, value, origin)
     else:
         yield Setting(name, _plain_value(value), origin)
@@ -211,12 +211,12 @@ def _flatten_section(name: str, value: Any, origin: Origin) -> Iterator[Setting]
     yield from _flatten_mapping(name, value, origin)
 
 
-def _is_tree(value: Any) -> bool:
+def _is_mergeable(value: Any) -> bool:
     """Return whether an invented key's value is a mapping that is merged key by key, rather than replaced as a whole."""
     return (
         isinstance(value, dict)
         and bool(value)
-        and all(isinstance(key, str) and _PLAIN_NAME.fullmatch(key) for key in value)
+        and all(isinstance(key, str) and _KEY_PART_PATTERN.fullmatch(key) for key in value)
     )
 
 
@@ -237,6 +237,6 @@ def _refuse_repeats(settings: Iterable[Setting]) -> Iterator[Setting]:
         yield setting
 
 
-def flatten_free(name: str, mapping: Mapping[str, Any]) -> dict[str, Any]:
+def flatten_open_key(name: str, mapping: Mapping[str, Any]) -> dict[str, Any]:
     """Return the leaves of an open key's value, by key."""
     return {setting.key: setting.value for setting in _flatten(name, dict(mapping), DEFAULT)}

@@ -20,7 +20,7 @@ except ImportError:  # PyYAML was built without its C parser
     from yaml import SafeLoader as _BaseLoader  # type: ignore[assignment]  # the same class, slower
 
 _TAG = "tag:yaml.org,2002:"
-_MERGE = f"{_TAG}merge"
+_MERGE_TAG = f"{_TAG}merge"
 
 
 class DictWithLines(dict[Any, Any]):
@@ -29,7 +29,7 @@ class DictWithLines(dict[Any, Any]):
     lines: dict[Any, int]
 
 
-_SCALARS: dict[str, tuple[re.Pattern[str], str, Callable[[str], Any]]] = {
+_SCALAR_BY_TAG: dict[str, tuple[re.Pattern[str], str, Callable[[str], Any]]] = {
     "null": (re.compile(r"(?:~|null|Null|NULL|)$"), "~nN", lambda _: None),
     "bool": (re.compile(r"(?:true|True|TRUE|false|False|FALSE)$"), "tTfF", lambda text: text[0] in "tT"),
     "int": (
@@ -58,7 +58,7 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
-def _construct_scalar(value_of: Callable[[str], Any]) -> Callable[[Any, yaml.ScalarNode], Any]:
+def _scalar_constructor(value_of: Callable[[str], Any]) -> Callable[[Any, yaml.ScalarNode], Any]:
     def construct(_: Any, node: yaml.ScalarNode) -> Any:
         try:
             return value_of(node.value)
@@ -69,7 +69,7 @@ def _construct_scalar(value_of: Callable[[str], Any]) -> Callable[[Any, yaml.Sca
 
 
 def _construct_mapping(loader: Any, node: yaml.MappingNode) -> DictWithLines:
-    has_merge = any(key_node.tag == _MERGE for key_node, _ in node.value)
+    has_merge = any(key_node.tag == _MERGE_TAG for key_node, _ in node.value)
     if has_merge:
         _refuse_duplicates(loader, node)
         loader.flatten_mapping(node)  # `<<: *defaults`
@@ -105,7 +105,7 @@ def _construct_key(loader: Any, node: yaml.Node) -> Any:
 def _refuse_duplicates(loader: Any, node: yaml.MappingNode) -> None:
     seen: dict[Any, int] = {}
     for key_node, _ in node.value:
-        if key_node.tag == _MERGE:
+        if key_node.tag == _MERGE_TAG:
             continue
         key, line = _construct_key(loader, key_node), key_node.start_mark.line + 1
         if key in seen:
@@ -119,14 +119,14 @@ def _register_scalars() -> None:
     _Loader.yaml_constructors = {}
     for cls in (_Loader, _Dumper):
         cls.yaml_implicit_resolvers = {}
-    for tag, (pattern, first, value_of) in _SCALARS.items():
+    for tag, (pattern, first, value_of) in _SCALAR_BY_TAG.items():
         starts = [*first, ""] if pattern.match("") else list(first)
         for cls in (_Loader, _Dumper):
             cls.add_implicit_resolver(f"{_TAG}{tag}", pattern, starts)
-        _Loader.add_constructor(f"{_TAG}{tag}", _construct_scalar(value_of))
+        _Loader.add_constructor(f"{_TAG}{tag}", _scalar_constructor(value_of))
     for cls in (_Loader, _Dumper):
         cls.add_implicit_resolver(f"{_TAG}merge", re.compile(r"(?:<<)$"), ["<"])
-    _Loader.add_constructor(f"{_TAG}str", _construct_scalar(str))
+    _Loader.add_constructor(f"{_TAG}str", _scalar_constructor(str))
     _Loader.add_constructor(
         f"{_TAG}seq", lambda loader, node: [loader.construct_object(item, deep=True) for item in node.value]
     )
@@ -154,9 +154,9 @@ def read_yaml(text: str | bytes, name: str) -> Any:
         raise ConfigError(f"{name}: this is not valid YAML; correct it: {problem}.") from error
 
 
-def plain_scalar(text: str) -> Any:
+def parse_plain_scalar(text: str) -> Any:
     """Return the value of `text` as an unquoted scalar: a number, a boolean, null, or the text itself."""
-    for pattern, _, value_of in _SCALARS.values():
+    for pattern, _, value_of in _SCALAR_BY_TAG.values():
         if pattern.match(text):
             try:
                 return value_of(text)
@@ -165,7 +165,7 @@ def plain_scalar(text: str) -> Any:
     return text
 
 
-_PLAIN_WORD = re.compile(r"[A-Za-z][A-Za-z0-9_./-]*")
+_PLAIN_WORD_PATTERN = re.compile(r"[A-Za-z][A-Za-z0-9_./-]*")
 """Text that needs no quotes, unless it reads as a number, a boolean or null."""
 
 
@@ -179,7 +179,7 @@ def _dump_simple(value: Any) -> str | None:
         return str(value)
     if type(value) in {list, tuple} and not value:
         return "[]"
-    is_word = type(value) is str and _PLAIN_WORD.fullmatch(value) and plain_scalar(value) is value
+    is_word = type(value) is str and _PLAIN_WORD_PATTERN.fullmatch(value) and parse_plain_scalar(value) is value
     return value if is_word else None
 
 

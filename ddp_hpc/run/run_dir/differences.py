@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from ddp_hpc.base.durable import numbers_in_names
-from ddp_hpc.base.names import few
+from ddp_hpc.base.names import shorten_names
 from ddp_hpc.base.patience import ask_once
-from ddp_hpc.base.record import known_record, write_record
+from ddp_hpc.base.record import try_read_record, write_record
 from ddp_hpc.run.run_dir.paths import ATTEMPT, RunDir
 
 _MOST_NAMED = 4
@@ -25,7 +25,7 @@ FINITE, NOT_FINITE = "finite", "not finite"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sample:
+class TensorSample:
     """Some elements of a tensor that ranks do not have equal."""
 
     tensor: str
@@ -53,7 +53,7 @@ class Difference:
     """How many these are."""
     at: float
     """Seconds since the epoch."""
-    samples: tuple[Sample, ...] = ()
+    samples: tuple[TensorSample, ...] = ()
     unlike: str = ""
     """Which tensor some ranks do not have, or have in another shape or dtype: no wrong bit does that, so it is the code. Else empty."""
     of_loss: bool = False
@@ -100,7 +100,7 @@ class Difference:
     def not_finite_ranks_text(self) -> str:
         """Say on which ranks the loss is not finite."""
         bad = [f"rank {rank} on {self.hosts[rank]}" for rank, one in enumerate(self.digests) if one == NOT_FINITE]
-        return f"on {few(bad, _MOST_NAMED)} alone"
+        return f"on {shorten_names(bad, _MOST_NAMED)} alone"
 
     @property
     def blame(self) -> str:
@@ -108,7 +108,7 @@ class Difference:
         if self.unlike:
             return f"{self.unlike}, so the code does not do the same on each rank"
         if self.odd_ranks:
-            named = few([f"rank {rank} on {self.hosts[rank]}" for rank in self.odd_ranks], _MOST_NAMED)
+            named = shorten_names([f"rank {rank} on {self.hosts[rank]}" for rank in self.odd_ranks], _MOST_NAMED)
             were = "was wrong" if len(self.odd_ranks) == 1 else "were wrong"
             return f"{named} {were} ({self._proof_text})"
         if self.told_by == "undecided":
@@ -116,7 +116,7 @@ class Difference:
         if self.of_loss:
             return "a processor was wrong, or the training diverges; the next attempt computes the step again, which shows what it was"
         if self.is_of_processors:
-            kinds = few(list(dict.fromkeys(self.processors)), _MOST_NAMED)
+            kinds = shorten_names(list(dict.fromkeys(self.processors)), _MOST_NAMED)
             return (
                 f"ranks on the same kind of processor are equal, and there are several kinds ({kinds}), which may round "
                 "differently: ask for one kind (`resources.gpu_type`, `slurm.constraint`), or switch the comparison off with `integrity.every_steps=null`"
@@ -202,7 +202,7 @@ def _odd_ranks_by_values(difference: Difference, found: Mapping[str, Sequence[fl
         for values, value in zip(zip(*sample.values, strict=True), found.get(sample.tensor, ()), strict=False)
     ]
     counts = [Counter(of_rank).most_common(1)[0] for of_rank in zip(*kinds, strict=True)]
-    by_rank = [kind if count >= _MOST_PLACES * len(kinds) else "" for kind, count in counts]
+    by_rank = [kind if count >= _LEAST_PLACES_SHARE * len(kinds) else "" for kind, count in counts]
     return tuple(rank for rank, kind in enumerate(by_rank) if kind == "far") if set(by_rank) == {"near", "far"} else ()
 
 
@@ -211,7 +211,7 @@ _NEAR, _FAR = 1e-3, 0.5
 """Distances from what was found, in parts of the spread: of the longest distance between two ranks."""
 _LEAST_SPREAD = 1024 * 2.0**-23
 """In parts of the largest value: 1024 units in the last place of a float32. Rounding makes smaller ones within a few steps."""
-_MOST_PLACES = 0.95
+_LEAST_PLACES_SHARE = 0.95
 """Of the places."""
 
 
@@ -246,7 +246,7 @@ def write_difference(run: RunDir, difference: Difference) -> None:
 
 def read_difference(run: RunDir, attempt: int) -> Difference | None:
     """Return the record of an attempt; None where its ranks did not differ in what is compared now, or the record cannot be read."""
-    found = known_record(run.difference(attempt), Difference, may_have_nan=True)
+    found = try_read_record(run.difference(attempt), Difference, may_have_nan=True)
     if found is None or found.of_gradients:
         return None
     num = len(found.digests)

@@ -16,8 +16,8 @@ from ddp_hpc.base.errors import ConfigError, DivergedError, RanksDifferError, te
 from ddp_hpc.base.exit_codes import signal_name, signal_of
 from ddp_hpc.base.patience import ask_once
 from ddp_hpc.base.processes import host_name
-from ddp_hpc.base.record import known_record, write_record
-from ddp_hpc.run.run_dir.error_fingerprint import affected_by
+from ddp_hpc.base.record import try_read_record, write_record
+from ddp_hpc.run.run_dir.error_fingerprint import affected_entity
 from ddp_hpc.run.run_dir.paths import RunDir
 
 Phase = Literal["", "starting", "joining", "building", "training"]
@@ -91,7 +91,7 @@ def make_failure(error: BaseException, *, rank: int, log: Path, phase: Phase = "
     import traceback  # late: only a process that fails pays for it
 
     is_plain = isinstance(error, ConfigError | DivergedError | RanksDifferError)  # clear without the type
-    affected = affected_by(error)
+    affected = affected_entity(error)
     return WorkerFailure(
         rank=rank,
         host=host_name(),
@@ -112,7 +112,7 @@ def make_failure(error: BaseException, *, rank: int, log: Path, phase: Phase = "
     )
 
 
-_LOST_CONNECTION = (
+_LOST_CONNECTION_TEXTS = (
     *("DistNetworkError", "Connection closed by peer", "Connection reset by peer", "Socket closed", "Broken pipe"),
     # NCCL's, and those of its watchdog, where the error of another rank reaches this one
     *("remote process exited or there was a network error", "Connection closed by remote peer"),
@@ -120,10 +120,10 @@ _LOST_CONNECTION = (
     *("socketStartConnect: Connect to", "socketPollConnect"),
     *("SocketProgressOpt: Call to", "socketProgressOpt: Call to"),
 )
-_STORE_ERRORS = ("The server socket has failed to listen", "(gai error:")
+_STORE_ERROR_TEXTS = ("The server socket has failed to listen", "(gai error:")
 """The store's own errors before it has met any other rank: its port is in use, or the address has no name."""
-_DEVICE_ERRORS = ("CUDA error", "Cuda failure", "HIP error", "ECC error", "cuDNN error")
-_CODE_ERRORS = (
+_DEVICE_TEXTS = ("CUDA error", "Cuda failure", "HIP error", "ECC error", "cuDNN error")
+_CODE_ERROR_TEXTS = (
     *("device-side assert triggered", "invalid device ordinal", "invalid argument", "invalid configuration argument"),
     *("invalid resource handle", "invalid device function", "no kernel image is available", "out of memory"),
     *("operation not permitted", "operation not supported", "_STATUS_ALLOC_FAILED", "_STATUS_INVALID_VALUE"),
@@ -135,7 +135,9 @@ access that was illegal is not among them, as a broken device causes it, too."""
 
 def is_lost_connection(text: str) -> bool:
     """Tell whether an exception's text, with its type, says that another rank is gone: gloo, NCCL and the store say so."""
-    return any(phrase in text for phrase in _LOST_CONNECTION) and not any(phrase in text for phrase in _STORE_ERRORS)
+    return any(phrase in text for phrase in _LOST_CONNECTION_TEXTS) and not any(
+        phrase in text for phrase in _STORE_ERROR_TEXTS
+    )
 
 
 def is_hardware_error(error: BaseException) -> bool:
@@ -147,12 +149,12 @@ def is_hardware_error(error: BaseException) -> bool:
     """
     if not isinstance(error, RuntimeError):
         return False
-    is_of_device = type(error).__name__ == "AcceleratorError" or any(text in text_of(error) for text in _DEVICE_ERRORS)
+    is_of_device = type(error).__name__ == "AcceleratorError" or any(text in text_of(error) for text in _DEVICE_TEXTS)
     return is_of_device and not _is_code_error(text_of(error))
 
 
 def _is_code_error(text: str) -> bool:
-    return any(phrase in text for phrase in _CODE_ERRORS)
+    return any(phrase in text for phrase in _CODE_ERROR_TEXTS)
 
 
 _WATCHDOG_TEXTS = ("watchdog thread terminated with exception: ", "Watchdog caught collective operation timeout")
@@ -160,7 +162,7 @@ _LOG_END_BYTES = 64 * 1024
 """NCCL's watchdog writes why it aborts its process; the frames of C++ and Python follow."""
 
 
-def _why_aborted(log: Path) -> str:
+def _watchdog_message(log: Path) -> str:
     """Return what NCCL's watchdog wrote before it aborted its process; empty where it did not."""
     with suppress(OSError):
         lines = read_end_of_file(log, _LOG_END_BYTES)[1].decode("utf-8", errors="replace").splitlines()
@@ -193,7 +195,7 @@ def report_killed(path: Path, number: int, *, rank: int, log: Path, memory_ran_o
     )
     hint = by_kernel if number == signal.SIGKILL else f"its log may say why: {log}"
     name = signal_name(number) or f"signal {number}"
-    watchdogs = _why_aborted(log) if number == signal.SIGABRT else ""
+    watchdogs = _watchdog_message(log) if number == signal.SIGABRT else ""
     failure = WorkerFailure(
         rank=rank,
         host=host_name(),
@@ -231,7 +233,7 @@ def silent_end_message(code: int, step_code: int | None) -> str:
     )
 
 
-def allowed_phase(run: RunDir, attempt: int) -> Phase:
+def announced_phase(run: RunDir, attempt: int) -> Phase:
     """Return the phase in which rank zero last announced a long silence (`Watchdog.allow`), if it is still in it."""
     path = run.allowance(attempt)
     text = ask_once(path, lambda: record_text(path) if path.exists() else "", unknown="")
@@ -242,7 +244,7 @@ def read_failures(run: RunDir, attempt: int) -> Sequence[WorkerFailure]:
     """Return the reports of an attempt, the first cause first: a lost connection follows from another failure."""
     folder = run.attempt_errors(attempt)
     paths: list[Path] = ask_once(folder, lambda: sorted(folder.glob("*.json")), unknown=[])
-    found = (known_record(path, WorkerFailure) for path in paths)
+    found = (try_read_record(path, WorkerFailure) for path in paths)
     return sorted(filter(None, found), key=lambda failure: (failure.is_secondary, failure.at))
 
 
@@ -273,5 +275,5 @@ def write_rank_end(run: RunDir, attempt: int, rank: int, code: int) -> None:
 
 def read_rank_ends(run: RunDir, attempt: int, ranks: Sequence[int]) -> Mapping[int, RankEnd]:
     """Return the ends that are recorded of these ranks."""
-    found = {rank: known_record(run.rank_end(attempt, rank), RankEnd) for rank in ranks}
+    found = {rank: try_read_record(run.rank_end(attempt, rank), RankEnd) for rank in ranks}
     return {rank: end for rank, end in found.items() if end is not None}

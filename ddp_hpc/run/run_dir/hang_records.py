@@ -9,7 +9,7 @@ from typing import Any
 
 from ddp_hpc.base.durable import numbers_in_names
 from ddp_hpc.base.patience import ask_once
-from ddp_hpc.base.record import known_record, write_record
+from ddp_hpc.base.record import try_read_record, write_record
 from ddp_hpc.run.run_dir.paths import RunDir
 
 MOST_COLLECTIVES = 400
@@ -19,7 +19,7 @@ MOST_STACK_CHARACTERS = 256 << 10
 SAME_HANG_S = 120.0
 """Records that are older than the newest one by more are of an earlier time, when a rank was slow and went on."""
 
-DUMPING = "dumping core"
+DUMPING_STATE = "dumping core"
 """The state of a process that has crashed, and whose memory the kernel still writes to a file."""
 
 
@@ -32,7 +32,7 @@ class RankInHang:
     at: float
     pid: int | None = None
     state: str = ""
-    """Of its process: `running`, `sleeping`, `stopped`, `in the kernel (...)`, `DUMPING`; empty where it is not known."""
+    """Of its process: `running`, `sleeping`, `stopped`, `in the kernel (...)`, `DUMPING_STATE`; empty where it is not known."""
     answers: bool = False
     """Whether the process answers at all."""
     stacks: str | None = None
@@ -65,7 +65,7 @@ def read_hang_records(run: RunDir, attempt: int) -> Sequence[RankInHang]:
     ranks: list[int] = ask_once(folder, lambda: numbers_in_names(folder, re.compile(r"rank-(\d+)\.json")), unknown=[])
     found: list[tuple[float, RankInHang]] = []
     for path in (run.hang_record(attempt, rank) for rank in ranks):
-        record = known_record(path, RankInHang)
+        record = try_read_record(path, RankInHang)
         if record is not None:
             # By the file's time, which one file server gives: the clocks of nodes may differ by more.
             status = ask_once(path, path.stat, unknown=None)

@@ -10,7 +10,7 @@ from functools import partial
 
 from ddp_hpc.base.durable import numbers_in_names
 from ddp_hpc.base.patience import ask_once
-from ddp_hpc.base.record import known_record, read_record, write_record
+from ddp_hpc.base.record import read_record, try_read_record, write_record
 from ddp_hpc.run.run_dir.paths import RANK_LOG, RunDir
 
 
@@ -37,7 +37,7 @@ def write_missing(run: RunDir, attempt: int, ranks: Sequence[int], *, workers_pe
 
 def read_missing(run: RunDir, attempt: int) -> MissingRanks | None:
     """Return which ranks the others waited for; None where nobody waited for long, or the record cannot be read."""
-    return known_record(run.missing_ranks(attempt), MissingRanks)
+    return try_read_record(run.missing_ranks(attempt), MissingRanks)
 
 
 def forget_missing(run: RunDir, attempt: int) -> None:
@@ -57,7 +57,7 @@ def started_ranks(run: RunDir, attempt: int) -> set[int] | None:
 
 
 @dataclass(frozen=True)
-class MeetingRecord:
+class RendezvousRecord:
     """What was chosen."""
 
     endpoint: str
@@ -66,11 +66,11 @@ class MeetingRecord:
     """The network, and the rule that chose it."""
 
 
-def write_meeting(run: RunDir, attempt: int, endpoint: str, why: str) -> None:
+def write_rendezvous(run: RunDir, attempt: int, endpoint: str, why: str) -> None:
     """Record where the ranks of an attempt meet."""
-    write_record(run.meeting(attempt), MeetingRecord(endpoint, why), durable=False)
+    write_record(run.meeting(attempt), RendezvousRecord(endpoint, why), durable=False)
 
 
-def read_meeting(run: RunDir, attempt: int) -> MeetingRecord | None:
+def read_rendezvous(run: RunDir, attempt: int) -> RendezvousRecord | None:
     """Return where the ranks of an attempt meet; None on one machine, or where it is not recorded."""
-    return read_record(run.meeting(attempt), MeetingRecord)
+    return read_record(run.meeting(attempt), RendezvousRecord)

@@ -25,7 +25,7 @@ from ddp_hpc.run.run_dir.paths import RunDir
 _odd_lines: set[tuple[Path, str]] = set()
 """Lines of ledgers that were skipped, each of which is logged once."""
 
-Cluster = str
+BackendName = str
 """The name of the back end that started an attempt (`submission.backend.BACKENDS`)."""
 
 
@@ -55,10 +55,10 @@ class Ending(_TextEnum):
     @property
     def exit_code(self) -> int:
         """The exit code of the supervisor of such an attempt."""
-        return _EXIT_CODES.get(self, exit_codes.FAILED)
+        return _CODE_BY_ENDING.get(self, exit_codes.FAILED)
 
 
-_EXIT_CODES: Mapping[Ending, int] = {
+_CODE_BY_ENDING: Mapping[Ending, int] = {
     Ending.FINISHED: exit_codes.FINISHED,
     Ending.STOPPED: exit_codes.STOPPED,
     Ending.REFUSED: exit_codes.REFUSED,
@@ -105,7 +105,7 @@ class Next(_TextEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Root:
+class RootFailure:
     """The failure that came first in an attempt; without fields, none is known."""
 
     fingerprint: str = ""
@@ -131,7 +131,7 @@ class PartialEnd:
     next: Next = Next.NOTHING
     failed_nodes: tuple[str, ...] = ()
     """The nodes that failed, where a node did."""
-    root: Root = field(default_factory=Root)
+    root: RootFailure = field(default_factory=RootFailure)
     why_last: str = ""
     """Why no attempt follows, where one might be expected."""
 
@@ -169,7 +169,7 @@ class Attempt(PartialEnd):
     """Seconds since the epoch, as all times in the records."""
     pid_start: int | None = None
     """When that process started, in ticks since its host's boot (`processes.start_ticks`)."""
-    cluster: Cluster = "local"
+    cluster: BackendName = "local"
     nodes: tuple[str, ...] = ()
     """Of the job, rank zero's first."""
     ends_at: float | None = None
@@ -214,7 +214,7 @@ class Ledger:
     def read(cls, run: RunDir) -> Ledger:
         """Read the ledger; skip a line that does not record an attempt, and log that once."""
         said = _fields_by_attempt(run)
-        attempts = tuple(_attempt_of(known) for _, known in sorted(said.items()) if known.keys() >= _START_KEYS)
+        attempts = tuple(_make_attempt(known) for _, known in sorted(said.items()) if known.keys() >= _START_KEYS)
         return cls(attempts, max(said, default=-1))
 
     @property
@@ -230,12 +230,12 @@ class Ledger:
         """Return the newest attempt that is older than `number`."""
         return next((one for one in reversed(self.attempts) if one.attempt < number), None)
 
-    def since(self, number: int) -> Sequence[Attempt]:
+    def attempts_since(self, number: int) -> Sequence[Attempt]:
         """Return the attempts from `number` on, such as those of the user's newest submission."""
         return tuple(one for one in self.attempts if one.attempt >= number)
 
     @property
-    def newest_committed(self) -> int:
+    def newest_committed_step(self) -> int:
         """The newest step of which the ledger says that a checkpoint was committed; 0 without one."""
         return max((step or 0 for one in self.attempts for step in (one.first_step, one.last_step)), default=0)
 
@@ -280,9 +280,9 @@ def _parse_line(line: Mapping[str, Any]) -> dict[str, Any] | None:
 
 @cache
 def _line_type() -> type[msgspec.Struct]:
-    """Return the type of a line: what `Attempt`, `End` and `Root` have, of which a line leaves out all but the attempt's number."""
-    types = {**annotations_of(Root), **annotations_of(Attempt), **annotations_of(End)}
-    # The number is always there. A line has the fields of `Root` in the place of `root`.
+    """Return the type of a line: what `Attempt`, `End` and `RootFailure` have, of which a line leaves out all but the attempt's number."""
+    types = {**annotations_of(RootFailure), **annotations_of(Attempt), **annotations_of(End)}
+    # The number is always there. A line has the fields of `RootFailure` in the place of `root`.
     optional = [
         (name, kind | msgspec.UnsetType, msgspec.UNSET)
         for name, kind in types.items()
@@ -291,16 +291,16 @@ def _line_type() -> type[msgspec.Struct]:
     return msgspec.defstruct("Line", [("attempt", int), *optional])
 
 
-def _attempt_of(known: Mapping[str, Any]) -> Attempt:
+def _make_attempt(known: Mapping[str, Any]) -> Attempt:
     start, end, root = (
         {name: known[name] for name in kind if name in known} for kind in (_START_FIELDS, _OF_END, _OF_ROOT)
     )
     if "ending" not in end:
         return Attempt(**start)
-    return Attempt(**start, **{"exit_code": exit_codes.FAILED, **end}, root=Root(**root))
+    return Attempt(**start, **{"exit_code": exit_codes.FAILED, **end}, root=RootFailure(**root))
 
 
-_OF_ROOT, _OF_END = ({one.name for one in fields(kind)} for kind in (Root, End))
+_OF_ROOT, _OF_END = ({one.name for one in fields(kind)} for kind in (RootFailure, End))
 _START_FIELDS = {one.name for one in fields(Attempt)} - _OF_END
 
 

@@ -12,7 +12,7 @@ from ddp_hpc.run.run_dir.paths import RunDir
 
 FULL_SHARE = 0.9
 """From this share of the limit on, memory is about to run out."""
-_MOST_BYTES = 16 << 20
+_MOST_READ_BYTES = 16 << 20
 """What is read of all nodes together, the newest records: it takes about half a second of a CPU."""
 _TAIL_BYTES = 4096
 """The newest records of one node; one has about 300 bytes."""
@@ -63,9 +63,9 @@ def append_use(run: RunDir, attempt: int, use: MachineUse) -> None:
     append_json_line(run.machine_use(attempt, use.node_rank), record, durable=False)
 
 
-def read_uses(run: RunDir, attempt: int, *, most_bytes: int = _MOST_BYTES) -> list[MachineUse]:
+def read_uses(run: RunDir, attempt: int, *, most_bytes: int = _MOST_READ_BYTES) -> list[MachineUse]:
     """Return the newest records of all nodes, node by node, oldest first: all of them, but for a long attempt on many nodes."""
-    paths, lines = run.machine_uses(attempt), list[bytes]()
+    paths, lines = run.machine_use_paths(attempt), list[bytes]()
     for path in paths:
         lines += read_end_of_file(path, max(_TAIL_BYTES, most_bytes // len(paths)))[1].split(b"\n")
     uses = (decode_record(line, MachineUse) for line in lines)  # the first one of a node may have been cut

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ddp_hpc.base.record import known_record, write_record
+from ddp_hpc.base.record import try_read_record, write_record
 from ddp_hpc.run.run_dir.paths import RunDir
 
 Fault = Literal["nothing passes", "one way", "large packets", "TCP", "refused", "loss", "little loss", "no answer"]
@@ -41,7 +41,7 @@ class PairFault:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pace:
+class LinkMetrics:
     """What one node measured of its link to another."""
 
     sender: str
@@ -79,7 +79,7 @@ class NetworkFindings:
     """Nodes that did not answer over Slurm's network: of their links nothing is known."""
     problem: str = ""
     """Why nothing is known at all."""
-    paces: tuple[Pace, ...] = ()
+    paces: tuple[LinkMetrics, ...] = ()
     """How fast the links are, and how far apart the clocks; empty where that was not asked."""
 
     @property
@@ -97,15 +97,15 @@ class NetworkFindings:
         return bool(self.num_pairs) and not (self.is_faulty or self.silent or self.unknown or self.problem)
 
     @property
-    def own_pairs(self) -> Sequence[PairFault]:
+    def unexplained_pairs(self) -> Sequence[PairFault]:
         """The pairs that do not carry and are not explained by a bad node."""
         bad = {*self.bad_nodes}
         return [pair for pair in self.pairs if bad.isdisjoint(pair.nodes)]
 
     @property
-    def culprits(self) -> str:
+    def culprits_text(self) -> str:
         """Name the bad nodes, or the pairs: `node2`, `node1 - node3`."""
-        pairs = [" - ".join(pair.nodes) for pair in self.own_pairs]
+        pairs = [" - ".join(pair.nodes) for pair in self.unexplained_pairs]
         return ", ".join([*self.bad_nodes, *_few(pairs)])
 
     @property
@@ -146,7 +146,7 @@ class NetworkFindings:
         return said
 
     def _pair_sentences(self) -> list[str]:
-        pairs = self.own_pairs
+        pairs = self.unexplained_pairs
         if pairs and not self.bad_nodes and len(pairs) == self.num_pairs and self.num_nodes > 2:
             return [
                 f"no two of the {self.num_nodes} nodes reach each other on the network of {self.address}: {pairs[0].words}, and so on"
@@ -166,4 +166,4 @@ def write_network(run: RunDir, attempt: int, findings: NetworkFindings) -> None:
 
 def read_network(run: RunDir, attempt: int) -> NetworkFindings | None:
     """Return what a probe found; None where there was none, or its record cannot be read."""
-    return known_record(run.network(attempt), NetworkFindings)
+    return try_read_record(run.network(attempt), NetworkFindings)

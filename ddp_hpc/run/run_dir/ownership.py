@@ -21,7 +21,7 @@ from ddp_hpc.run.run_dir.paths import RunDir
 
 LOCK_PATIENCE_S = 10.0
 """How long the processes of a killed attempt may take to exit, which hold the run's lock."""
-_CLAIM = re.compile(r"attempt-(\d+)\.writing")
+_CLAIM_PATTERN = re.compile(r"attempt-(\d+)\.writing")
 
 
 def busy_message(run: RunDir, by: str = "another process") -> str:
@@ -144,7 +144,7 @@ def release_claim(run: RunDir, attempt: int) -> None:
 
 def claiming_attempts(run: RunDir) -> list[int]:
     """Return the attempts that have claimed the run and were not fenced, oldest first; killed ones too."""
-    return numbers_in_names(run.checkpoints, _CLAIM)
+    return numbers_in_names(run.checkpoints, _CLAIM_PATTERN)
 
 
 def remove_leftovers(run: RunDir) -> list[str]:

@@ -213,10 +213,10 @@ class RunDir:
         """Locked by the one process that sends the metrics to a recorder."""
         return self.console.with_name(f"recorder-{recorder}.lock")
 
-    def machine_uses(self, attempt: int) -> list[Path]:
+    def machine_use_paths(self, attempt: int) -> list[Path]:
         """Those files of all nodes."""
         return sorted(self.attempt_logs(attempt).glob("node-*.machine.jsonl"))
 
-    def environments(self) -> list[Path]:
+    def environment_paths(self) -> list[Path]:
         """The recorded environments of all attempts."""
         return list(self.path.glob("logs/attempt-*/environment.json"))

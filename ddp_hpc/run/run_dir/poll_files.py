@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, cast
 
 from ddp_hpc.base import processes
-from ddp_hpc.base.durable import json_line, open_record
+from ddp_hpc.base.durable import open_record, read_line
 from ddp_hpc.base.patience import ask_once, await_answer
 from ddp_hpc.run.run_dir.ledger import Attempt, Ledger
 from ddp_hpc.run.run_dir.paths import RunDir
@@ -24,9 +24,9 @@ LOOK_INTERVAL_S = 2.0
 SETTLED_S = 1.5
 """A file is read once more after it has been unchanged for this long: clocks of file systems may tick once a second."""
 
-_NUM_PARTS = 64
+_NUM_SPREAD_PARTS = 64
 """How many parts of a long file are read, besides its end."""
-_NUM_COMPARED = 256
+_COMPARED_BYTES = 256
 """How many bytes before the newest line are compared, to know whether it is still the same file."""
 
 FileMark = tuple[int, int, int, int]
@@ -53,7 +53,7 @@ def _mark_of_open_file(fd: int) -> FileMark:
     return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
-class LastRead:
+class ReadCache:
     """What was last read from each path; a path is read again only if it changed."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -79,7 +79,7 @@ class LastRead:
         return found
 
 
-def newest_attempt(run: RunDir, files: LastRead) -> Attempt | None:
+def newest_attempt(run: RunDir, files: ReadCache) -> Attempt | None:
     """Return the newest attempt of a run, or None before the first; the ledger is read only if it changed."""
     return await_answer(str(run.attempts), lambda: files.read(run.attempts, lambda: Ledger.read(run))).newest
 
@@ -97,12 +97,12 @@ class Tail:
         self._last = b""
         """The last bytes before the offset."""
 
-    def new_lines(self) -> Iterator[dict[str, Any]]:
+    def new_records(self) -> Iterator[dict[str, Any]]:
         """Return, one after the other, the objects in the lines added since the last call; all lines if the file was replaced or truncated.
 
         A line without its line break is left for the next call. Lines that are not JSON objects are skipped.
         """
-        return (record for line in self.new_raw_lines() if (record := json_line(line)) is not None)
+        return (record for line in self.new_raw_lines() if (record := read_line(line)) is not None)
 
     def new_raw_lines(self) -> list[bytes]:
         """Return these lines as they stand in the file, empty ones among them."""
@@ -127,7 +127,7 @@ class Tail:
             text = stream.read()
         whole = text[: text.rfind(b"\n") + 1]
         self._offset = begin + len(whole)
-        self._last = (self._last + whole)[-_NUM_COMPARED:]
+        self._last = (self._last + whole)[-_COMPARED_BYTES:]
         if parts:
             whole = b"\n".join([*parts, whole.partition(b"\n")[2]])
         return whole.split(b"\n")
@@ -135,10 +135,10 @@ class Tail:
 
 def _spread_lines(stream: BinaryIO, end: int, num_bytes: int) -> list[bytes]:
     """Return evenly spaced parts of a file before `end`, of whole lines, which have `num_bytes` or less together."""
-    length = num_bytes // _NUM_PARTS
+    length = num_bytes // _NUM_SPREAD_PARTS
     parts = []
-    for number in range(_NUM_PARTS):
-        begin = (end - length) * number // _NUM_PARTS
+    for number in range(_NUM_SPREAD_PARTS):
+        begin = (end - length) * number // _NUM_SPREAD_PARTS
         stream.seek(begin)
         part = stream.read(length)
         first = part.find(b"\n") + 1 if begin else 0
@@ -149,7 +149,7 @@ def _spread_lines(stream: BinaryIO, end: int, num_bytes: int) -> list[bytes]:
 class SaveWatch:
     """Warns on standard error, while a command waits for a run, when its saves begin to fail, from one attempt on."""
 
-    def __init__(self, run: RunDir, attempt: int, files: LastRead) -> None:
+    def __init__(self, run: RunDir, attempt: int, files: ReadCache) -> None:
         self._run, self._attempt, self._files = run, attempt, files
         self._is_failing = False
 
@@ -162,7 +162,7 @@ class SaveWatch:
         self._is_failing = bool(error)
 
 
-def await_news(newest: Attempt | None) -> None:
+def await_next_poll(newest: Attempt | None) -> None:
     """Wait until the next poll of a run.
 
     The wait ends early if the newest attempt's supervisor is a process of this host, and exits.

@@ -25,7 +25,7 @@ class Finding:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Preflight:
+class PreflightReport:
     """What a check of some nodes found."""
 
     at: float

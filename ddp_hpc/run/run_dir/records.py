@@ -16,17 +16,17 @@ from ddp_hpc.base.errors import UnreadableError
 from ddp_hpc.base.patience import ask_once, await_answer
 from ddp_hpc.base.record import convert_to_record, read_record, write_record
 from ddp_hpc.run.run_dir import ownership
-from ddp_hpc.run.run_dir.ledger import Attempt, Cluster, Ledger
+from ddp_hpc.run.run_dir.ledger import Attempt, BackendName, Ledger
 from ddp_hpc.run.run_dir.paths import RunDir
 
-_VERDICT_PATIENCE_S = 10.0
+_EXIT_CODE_PATIENCE_S = 10.0
 """How long a supervisor waits for a file system that does not answer; not longer, as the time limit may be near."""
 
 
-def newest_committed(run: RunDir, ledger: Ledger | None = None) -> int:
+def newest_committed_step(run: RunDir, ledger: Ledger | None = None) -> int:
     """Return the newest step that has a committed checkpoint by the run's records; 0 without one."""
     progress, ledger = read_progress(run), ledger or Ledger.read(run)
-    return max(ledger.newest_committed, progress.last_checkpoint or 0 if progress else 0)
+    return max(ledger.newest_committed_step, progress.last_checkpoint or 0 if progress else 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class QueuedJob:
     """When the user cancelled it, if so."""
     since: int = 0
     """The attempt that the user's own submission began with; a requeued job, or a successor, keeps it."""
-    backend: Cluster = "slurm"
+    backend: BackendName = "slurm"
     """Whose job it is."""
     slurm_cluster: str = ""
     """The ClusterName of the Slurm that has it; empty where that is not known."""
@@ -49,7 +49,7 @@ class QueuedJob:
 
 def attempts_of_submission(ledger: Ledger, queued: QueuedJob | None) -> Sequence[Attempt]:
     """Return the attempts that belong to the user's newest submission; `queued` is the run's record of it."""
-    return ledger.since(queued.since if queued else 0)
+    return ledger.attempts_since(queued.since if queued else 0)
 
 
 def write_queued_job(run: RunDir, job: QueuedJob) -> None:
@@ -108,7 +108,7 @@ def ask_to_stop(
 def resume_text(run: RunDir, *, then: Literal["end", "requeue"] = "end") -> str:
     """Say what a run that was asked to stop continues from, as far as that is known: a script may save nothing."""
     progress, to_do = read_progress(run), "stop" if then == "end" else "go back into Slurm's queue"
-    if progress is None or progress.saves is None or progress.saves or newest_committed(run):
+    if progress is None or progress.saves is None or progress.saves or newest_committed_step(run):
         how = "Submit it again to continue" if then == "end" else "When its job starts again, the run continues"
         return f"{run.name} was asked to save and {to_do}. {how} from what it has saved."
     how = "submit it again" if then == "end" else "watch the log (`ddp-hpc logs`) when its job starts again"
@@ -139,7 +139,7 @@ def write_rank_zero_exit(run: RunDir, attempt: int, exit_code: int) -> None:
 def take_rank_zero_exit(run: RunDir, attempt: int) -> int | None:
     """Return the exit code that rank zero recorded, once; None where it had no time to."""
     path = run.rank_zero_exit(attempt)
-    record = await_answer(str(path), lambda: read_json(path), patience_s=_VERDICT_PATIENCE_S)
+    record = await_answer(str(path), lambda: read_json(path), patience_s=_EXIT_CODE_PATIENCE_S)
     with suppress(OSError):  # the next attempt has a file of its own
         path.unlink(missing_ok=True)
     return None if record is None else int(record["exit_code"])
@@ -207,20 +207,22 @@ class Progress:
     at: float = 0.0
 
 
-def memory_text(save_bytes: Mapping[str, int]) -> str:
+def save_memory_text(save_bytes: Mapping[str, int]) -> str:
     """Return `1.20 GB of each worker's memory, and 1.20 GB of its GPU's while it copies`; empty where nothing is known."""
     told = {of: f"{num / 1e9:.2f} GB" if num >= 10**8 else f"{num / 1e6:.1f} MB" for of, num in save_bytes.items()}
     host = f"{told['host']} of each worker's memory" if "host" in told else ""
     return f"{host}, and {told['gpu']} of its GPU's while it copies" if "gpu" in told else host
 
 
-LINE_FIELDS = ("kind", "step", "epoch", "at")
+NON_METRIC_FIELDS = ("kind", "step", "epoch", "at")
 """The fields of each line of `metrics.jsonl`; the others are the numbers of its step, by name."""
 
 
-def numbers_of_line(line: dict[str, Any]) -> dict[str, float]:
+def metrics_of_line(line: dict[str, Any]) -> dict[str, float]:
     """Return a line's numbers, without the step, epoch and time at which they were measured."""
-    return {name: value for name, value in line.items() if name not in LINE_FIELDS and isinstance(value, (int, float))}
+    return {
+        name: value for name, value in line.items() if name not in NON_METRIC_FIELDS and isinstance(value, (int, float))
+    }
 
 
 def write_progress(run: RunDir, progress: Progress) -> None:
@@ -247,7 +249,7 @@ REPORTED_FIELDS = ("step", "loss", "samples_per_s", "metrics", "last_checkpoint"
 """The fields of `Progress` that a script may report by `attach`; the last two count in later attempts, too."""
 
 
-def write_report(run: RunDir, report: Mapping[str, Any]) -> None:
+def write_script_report(run: RunDir, report: Mapping[str, Any]) -> None:
     """Replace what a script says of itself, its attempt and some of `REPORTED_FIELDS`; the process beside the script adds it to its progress."""
     replace_text(run.script_report, json.dumps(report), durable=False)
 

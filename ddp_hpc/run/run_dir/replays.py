@@ -40,7 +40,7 @@ class ReplayRequest:
         return self.trace_from is not None and self.trace_from <= step <= (self.trace_to or self.end_step)
 
 
-CHANGES_NO_NUMBER = frozenset(
+NUMERICALLY_NEUTRAL_KEYS = frozenset(
     {
         *("name", "runs_dir", "launcher", "slurm", "restart", "notify", "snapshot", "network"),
         *("checkpoint", "log", "integrity", "preflight", "debug"),

@@ -10,17 +10,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
-from ddp_hpc.base.discretion import is_shown
+from ddp_hpc.base.discretion import is_env_shown
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.base.processes import kernel_text
-from ddp_hpc.base.record import known_record, write_record
+from ddp_hpc.base.record import try_read_record, write_record
 from ddp_hpc.run.run_dir.paths import RunDir
 
-_RECORDED_VARIABLES = re.compile(r"(?:NCCL|FI|UCX|GLOO|TORCH|CUDA|CUBLAS|HSA|OMP|MKL|RDMAV|OFI)_|PYTHONHASHSEED")
+_RECORDED_VARIABLE_PATTERN = re.compile(r"(?:NCCL|FI|UCX|GLOO|TORCH|CUDA|CUBLAS|HSA|OMP|MKL|RDMAV|OFI)_|PYTHONHASHSEED")
 """How variables begin that change results or speed."""
-_DIFFERENT_EACH_TIME = {"CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"}
+_IGNORED_VARIABLES = {"CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"}
 """Variables that differ between workers or jobs without any meaning for the run."""
-_PACKAGE_DIR_NAME = re.compile(r"(?P<name>[^-]+)-(?P<version>[^-]+)(?:-py[\d.]+)?\.(?:dist|egg)-info")
+_PACKAGE_DIR_PATTERN = re.compile(r"(?P<name>[^-]+)-(?P<version>[^-]+)(?:-py[\d.]+)?\.(?:dist|egg)-info")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,15 +59,15 @@ def environment_here(environ: Mapping[str, str], *, proc: Path = Path("/proc")) 
         cuda=built.get("cuda", ""),
         hip=built.get("hip", ""),
         nccl=next((version for name, version in packages.items() if name.startswith("nvidia-nccl")), ""),
-        driver=_search(proc / "driver/nvidia/version", r"Kernel Module.*?\s(\d+\.[\d.]+)"),
+        driver=_find(proc / "driver/nvidia/version", r"Kernel Module.*?\s(\d+\.[\d.]+)"),
         gpus=tuple(
-            sorted(_search(path, r"^Model:\s*(.+)$") for path in (proc / "driver/nvidia/gpus").glob("*/information"))
+            sorted(_find(path, r"^Model:\s*(.+)$") for path in (proc / "driver/nvidia/gpus").glob("*/information"))
         ),
         modules=tuple(filter(None, environ.get("LOADEDMODULES", "").split(":"))),
         variables={
             name: value.encode(errors="replace").decode()  # what is no UTF-8 could not be read again
             for name, value in sorted(environ.items())
-            if _RECORDED_VARIABLES.match(name) and name not in _DIFFERENT_EACH_TIME and is_shown(name)
+            if _RECORDED_VARIABLE_PATTERN.match(name) and name not in _IGNORED_VARIABLES and is_env_shown(name)
         },
         packages=packages,
     )
@@ -75,7 +75,7 @@ def environment_here(environ: Mapping[str, str], *, proc: Path = Path("/proc")) 
 
 def cpu_name(proc: Path = Path("/proc")) -> str:
     """Return the name of this machine's kind of CPU; empty where the kernel does not say it."""
-    return _search(proc / "cpuinfo", r"^model name\s*:\s*(.+)$")
+    return _find(proc / "cpuinfo", r"^model name\s*:\s*(.+)$")
 
 
 def _packages() -> dict[str, str]:
@@ -87,7 +87,7 @@ def _packages() -> dict[str, str]:
         except OSError:  # Python's import ignores such a directory, too
             continue
         for name in names:
-            if match := _PACKAGE_DIR_NAME.fullmatch(name):
+            if match := _PACKAGE_DIR_PATTERN.fullmatch(name):
                 found.setdefault(re.sub(r"[-_.]+", "-", match["name"]).lower(), match["version"])
     return dict(sorted(found.items()))
 
@@ -102,7 +102,7 @@ def _torch_build() -> dict[str, str]:
     return dict(re.findall(r"^(\w+)\s*(?::[^=\n]+)?=\s*['\"]([^'\"]*)['\"]", text, flags=re.MULTILINE))
 
 
-def _search(path: Path, pattern: str) -> str:
+def _find(path: Path, pattern: str) -> str:
     found = re.search(pattern, kernel_text(path), flags=re.MULTILINE)
     return found[1].strip() if found else ""
 
@@ -117,7 +117,7 @@ def write_environment(run: RunDir, attempt: int, environment: Environment) -> No
 
 def newest_environment(run: RunDir, *, before: int | None = None) -> tuple[int, Environment] | None:
     """Return the newest attempt (`before` another one) with a recorded environment, and that environment."""
-    numbers = (int(path.parent.name.rpartition("-")[2]) for path in run.environments())
+    numbers = (int(path.parent.name.rpartition("-")[2]) for path in run.environment_paths())
     newest = max((number for number in numbers if before is None or number < before), default=None)
     if newest is None:
         return None
@@ -130,10 +130,10 @@ def newest_environment(run: RunDir, *, before: int | None = None) -> tuple[int, 
 
 def read_environment(run: RunDir, attempt: int) -> Environment | None:
     """Return the environment of an attempt; None where it was not recorded, or its record cannot be read."""
-    return known_record(run.environment(attempt), Environment)
+    return try_read_record(run.environment(attempt), Environment)
 
 
-def differences(old: Environment, new: Environment) -> Iterator[str]:
+def change_texts(old: Environment, new: Environment) -> Iterator[str]:
     """Yield the changes, one for each item: `torch 2.9.0 -> 2.9.1`."""
     for field_ in fields(Environment):
         before, after = getattr(old, field_.name), getattr(new, field_.name)

@@ -13,7 +13,7 @@ from ddp_hpc.base.record import append_record, decode_record, read_records
 from ddp_hpc.run.run_dir.paths import RunDir
 
 MarkKind = Literal["begin", "phases", "save", "evaluation", "interval"]
-MOST_LOOKS = 20_000
+MOST_COMPARISONS = 20_000
 """How many comparisons are read. A run of ten weeks has fewer; of more, evenly spaced ones show the same."""
 
 
@@ -41,7 +41,7 @@ class Mark:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RanksLook:
+class RankComparison:
     """One line of `waits.jsonl`: one comparison of all ranks."""
 
     attempt: int
@@ -53,7 +53,7 @@ class RanksLook:
     """Rank -> how much later than the middle one of the others it was in the middle one of its steps; below zero, it was earlier."""
 
 
-def as_line(record: Mark | RanksLook) -> bytes:
+def as_line(record: Mark | RankComparison) -> bytes:
     """Return a record as a line; fields that say nothing are left out."""
     return json.dumps({key: value for key, value in asdict(record).items() if value not in (None, {})}).encode() + b"\n"
 
@@ -66,14 +66,14 @@ def read_marks(run: RunDir) -> list[Mark]:
     return [*read_records(run.timeline, Mark)]
 
 
-def read_looks(run: RunDir) -> list[RanksLook]:
+def read_comparisons(run: RunDir) -> list[RankComparison]:
     """Return the comparisons of all ranks, oldest first; empty where none was made. Of very many, some are left out.
 
     A line that is half written, or not ours, is skipped.
     """
-    every = 1 + sum(1 for _ in lines_of(run.waits)) // MOST_LOOKS
+    every = 1 + sum(1 for _ in lines_of(run.waits)) // MOST_COMPARISONS
     chosen = islice(lines_of(run.waits), 0, None, every)
-    return [look for line in chosen if (look := decode_record(line, RanksLook)) is not None]
+    return [look for line in chosen if (look := decode_record(line, RankComparison)) is not None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +93,7 @@ class SlowRank:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Alarm(SlowRank):
+class SlowRankAlarm(SlowRank):
     """A time in which the others wait for a rank."""
 
     attempt: int
@@ -111,15 +111,15 @@ class Alarm(SlowRank):
         return f"rank {self.rank} on {self.node} is slow: {who} {lost} ({self.share:.0%}) of each step for it{cause}"
 
 
-def record_alarms(run: RunDir, alarms: Iterable[Alarm]) -> None:
+def record_alarms(run: RunDir, alarms: Iterable[SlowRankAlarm]) -> None:
     """Add to the run's history what has changed."""
     for alarm in alarms:
         append_record(run.slow_ranks, alarm)
 
 
-def read_alarms(run: RunDir) -> list[Alarm]:
+def read_alarms(run: RunDir) -> list[SlowRankAlarm]:
     """Return the run's history, oldest first, each alarm as it was last recorded."""
-    newest: dict[tuple[Any, ...], Alarm] = {}
-    for alarm in read_records(run.slow_ranks, Alarm):
+    newest: dict[tuple[Any, ...], SlowRankAlarm] = {}
+    for alarm in read_records(run.slow_ranks, SlowRankAlarm):
         newest[alarm.attempt, alarm.rank, alarm.at] = alarm
     return [*newest.values()]

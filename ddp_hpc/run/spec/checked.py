@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from ddp_hpc.base.errors import ConfigError
-from ddp_hpc.base.field_types import annotations_of, as_field, type_in_words
+from ddp_hpc.base.field_types import annotations_of, as_field_value, type_in_words
 
 
-class Checked:
+class CheckedSpec:
     """Base of all sections: checks each field against its annotation, for values from files and from Python.
 
     A section names the fields that must be above zero, and those that must not be negative; None is a value that is not set.
@@ -30,7 +30,7 @@ class Checked:
         for name, annotation in annotations_of(type(self)).items():  # type: ignore[arg-type]  # a class has a hash
             value = getattr(self, name)
             try:
-                plain = as_field(value, annotation)
+                plain = as_field_value(value, annotation)
             except TypeError as error:
                 key = f"{self.SECTION}.{name}" if self.SECTION else name
                 raise ConfigError(f"`{key}` is {value!r}, but it must be {type_in_words(annotation)}.") from error

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ddp_hpc.run.run_dir.paths import DEFAULT_RUNS_DIR
-from ddp_hpc.run.spec.checked import Checked, require, require_command, require_one_line
+from ddp_hpc.run.spec.checked import CheckedSpec, require, require_command, require_one_line
 from ddp_hpc.run.world import World
 
 _CPU_WORKER_GB = 2
-_OTHER_JOBS = {
+_HINT_BY_REFUSED_FLAG = {
     "array": "; for many runs, use `ddp-hpc submit --sweep`",
     "a": "; for many runs, use `ddp-hpc submit --sweep`",
     "wrap": "; for a command of your own, use `ddp-hpc submit -- COMMAND`",
@@ -28,12 +28,12 @@ _MOST_SIGNAL_LEAD_S = 65535
 """The maximum of sbatch's `--signal`."""
 _VARIABLE_PATTERN = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _OUR_VARIABLES = frozenset({"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK"})
-NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+RUN_NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResourcesSpec(
-    Checked,
+    CheckedSpec,
     section="resources",
     above_zero=("nodes", "workers_per_node", "cpus_per_worker", "mem_gb", "time_limit_min"),
     not_negative=("gpus_per_node",),
@@ -94,7 +94,7 @@ class ResourcesSpec(
 
 
 @dataclass(frozen=True, kw_only=True)
-class SlurmSpec(Checked, section="slurm"):
+class SlurmSpec(CheckedSpec, section="slurm"):
     """Slurm's options, by Slurm's names; used for runs on Slurm."""
 
     partition: str | None = None
@@ -150,13 +150,13 @@ class SlurmSpec(Checked, section="slurm"):
                 "Remove it, and submit the run from a login node of that cluster.",
             )
             require(
-                str(flag).replace("_", "-") not in _OTHER_JOBS,
-                f"`slurm.extra.{flag}` would make something else of the job than one run. Remove it{_OTHER_JOBS.get(str(flag), '')}.",
+                str(flag).replace("_", "-") not in _HINT_BY_REFUSED_FLAG,
+                f"`slurm.extra.{flag}` would make something else of the job than one run. Remove it{_HINT_BY_REFUSED_FLAG.get(str(flag), '')}.",
             )
 
 
 @dataclass(frozen=True, kw_only=True)
-class TorchrunSpec(Checked, section="torchrun", not_negative=("max_restarts",)):
+class TorchrunSpec(CheckedSpec, section="torchrun", not_negative=("max_restarts",)):
     """torchrun's options; used with `launcher=torchrun`."""
 
     max_restarts: int = 0
@@ -165,7 +165,7 @@ class TorchrunSpec(Checked, section="torchrun", not_negative=("max_restarts",)):
 
 @dataclass(frozen=True, kw_only=True)
 class RestartSpec(
-    Checked, section="restart", above_zero=("max_no_progress", "hang_timeout_s", "exclude_after", "forget_h")
+    CheckedSpec, section="restart", above_zero=("max_no_progress", "hang_timeout_s", "exclude_after", "forget_h")
 ):
     """What to do on Slurm when an attempt ends before the run is finished. On one machine, `submit` only reports it."""
 
@@ -191,7 +191,7 @@ class RestartSpec(
 
 
 @dataclass(frozen=True, kw_only=True)
-class SnapshotSpec(Checked, section="snapshot", above_zero=("max_mb",)):
+class SnapshotSpec(CheckedSpec, section="snapshot", above_zero=("max_mb",)):
     """The copy of your code that a job runs."""
 
     enabled: bool = True
@@ -201,7 +201,7 @@ class SnapshotSpec(Checked, section="snapshot", above_zero=("max_mb",)):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ContainerSpec(Checked, section="container"):
+class ContainerSpec(CheckedSpec, section="container"):
     """The container image that the workers run in."""
 
     image: str | None = None
@@ -223,7 +223,7 @@ class ContainerSpec(Checked, section="container"):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StageSpec(Checked, section="stage"):
+class StageSpec(CheckedSpec, section="stage"):
     """What to copy to each node's local disk before the workers start, on Slurm."""
 
     dir: str | None = None
@@ -242,7 +242,7 @@ class StageSpec(Checked, section="stage"):
 
 
 @dataclass(frozen=True, kw_only=True)
-class NetworkSpec(Checked, section="network"):
+class NetworkSpec(CheckedSpec, section="network"):
     """The network that the ranks meet on."""
 
     interfaces: tuple[str, ...] = ()
@@ -253,7 +253,7 @@ NotifyEvent = Literal["start", "end", "failure", "no_progress", "save_failed"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class NotifySpec(Checked, section="notify"):
+class NotifySpec(CheckedSpec, section="notify"):
     """A command of yours that the run starts when something happens to it."""
 
     command: tuple[str, ...] = ()
@@ -269,7 +269,7 @@ class NotifySpec(Checked, section="notify"):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PreflightSpec(Checked, section="preflight"):
+class PreflightSpec(CheckedSpec, section="preflight"):
     """The check of a job's nodes before its workers start, on Slurm."""
 
     enabled: bool = False
@@ -280,7 +280,7 @@ class PreflightSpec(Checked, section="preflight"):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DebugSpec(Checked, section="debug"):
+class DebugSpec(CheckedSpec, section="debug"):
     """What helps to find an error, and costs time."""
 
     nccl: Literal["off", "info", "trace"] = "off"
@@ -292,7 +292,7 @@ class DebugSpec(Checked, section="debug"):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LaunchSpec(Checked):
+class LaunchSpec(CheckedSpec):
     """What launching knows of a run: its name, its machines, and how its workers are started and restarted."""
 
     name: str
@@ -319,7 +319,7 @@ class LaunchSpec(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(
-            NAME_PATTERN.fullmatch(self.name) is not None,
+            RUN_NAME_PATTERN.fullmatch(self.name) is not None,
             f"`name` is {self.name!r}, but it becomes a directory's name: use at most 128 letters, digits, "
             "`.`, `_` and `-`, and begin with a letter or a digit.",
         )
@@ -331,7 +331,7 @@ class LaunchSpec(Checked):
             _check_variable(variable, value)
 
     @property
-    def own_environment(self) -> str:
+    def environment_key(self) -> str:
         """The key by which the job's Python may differ from this host's; empty where it is the same."""
         keys = {
             "container.image": self.container.image,

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Literal
 
-from ddp_hpc.run.spec.checked import Checked, require, require_command
+from ddp_hpc.run.spec.checked import CheckedSpec, require, require_command
 
-_PYTHON_NAME = re.compile(r"python(?:3(?:\.\d+)?)?")
-_OPTION_CLUSTER = re.compile(r"-(?P<flags>[^-cmWX][^cmWX]*)?(?P<last>[cmWX])(?P<value>.*)", re.DOTALL)
+_PYTHON_NAME_PATTERN = re.compile(r"python(?:3(?:\.\d+)?)?")
+_OPTION_CLUSTER_PATTERN = re.compile(r"-(?P<flags>[^-cmWX][^cmWX]*)?(?P<last>[cmWX])(?P<value>.*)", re.DOTALL)
 """Options of Python in one word, of which the last has a value; where nothing follows it, the next word is the value."""
-_LONG_WITH_VALUE = "--check-hash-based-pycs"
+_LONG_OPTION_WITH_VALUE = "--check-hash-based-pycs"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,7 @@ def parse_program(command: Sequence[str]) -> Program:
     """Read a command as a shell would: `python [options] script.py ...`, `python -m module ...`, or another program."""
     words = tuple(command)
     other = Program(words=words, arguments=words[1:])
-    if _PYTHON_NAME.fullmatch(PurePath(words[0]).name) is None:
+    if _PYTHON_NAME_PATTERN.fullmatch(PurePath(words[0]).name) is None:
         return other
     number = 1
     while number < len(words):
@@ -54,8 +54,8 @@ def parse_program(command: Sequence[str]) -> Program:
         if not word.startswith("-"):
             options, arguments = words[1:number], words[number + 1 :]
             return Program(words=words, python=words[0], options=options, script=word, arguments=arguments)
-        cluster = _OPTION_CLUSTER.fullmatch(word)
-        takes_next = word == _LONG_WITH_VALUE if cluster is None else not cluster["value"]
+        cluster = _OPTION_CLUSTER_PATTERN.fullmatch(word)
+        takes_next = word == _LONG_OPTION_WITH_VALUE if cluster is None else not cluster["value"]
         following = number + (2 if takes_next else 1)
         if cluster is not None and cluster["last"] in "cm":
             if cluster["last"] == "c" or following > len(words):
@@ -73,7 +73,7 @@ def parse_program(command: Sequence[str]) -> Program:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScriptSpec(Checked, section="script", above_zero=("stop_within_s",)):
+class ScriptSpec(CheckedSpec, section="script", above_zero=("stop_within_s",)):
     """Your own training script, which the workers run as it is, in place of a recipe."""
 
     command: tuple[str, ...] = ()
@@ -124,7 +124,7 @@ _MOST_EXIT_CODE = 255
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScriptedSpec(Checked):
+class ScriptedSpec(CheckedSpec):
     """What the workers of a script read."""
 
     script: ScriptSpec = field(default_factory=ScriptSpec)

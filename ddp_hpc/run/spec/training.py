@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from typing import Any, Literal
 
 from ddp_hpc.base.errors import ConfigError
-from ddp_hpc.run.spec.checked import Checked, require
+from ddp_hpc.run.spec.checked import CheckedSpec, require
 
 OnNonfinite = Literal["stop", "skip", "ignore"]
 RecorderName = Literal["tensorboard", "wandb", "mlflow"]
@@ -16,7 +16,7 @@ RecorderName = Literal["tensorboard", "wandb", "mlflow"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecipeSpec(Checked, section="recipe"):
+class RecipeSpec(CheckedSpec, section="recipe"):
     """What to train."""
 
     target: str = "image_classification"
@@ -35,7 +35,7 @@ class RecipeSpec(Checked, section="recipe"):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSpec(
-    Checked,
+    CheckedSpec,
     section="train",
     above_zero=("epochs", "max_steps", "global_batch_size", "micro_batch_size", "lr", "grad_clip_norm"),
 ):
@@ -98,7 +98,7 @@ class TrainSpec(
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerSpec(Checked, section="optimizer", not_negative=("weight_decay",)):
+class OptimizerSpec(CheckedSpec, section="optimizer", not_negative=("weight_decay",)):
     """The optimizer, if the recipe does not define one."""
 
     name: Literal["sgd", "adamw"] = "sgd"
@@ -116,7 +116,7 @@ class OptimizerSpec(Checked, section="optimizer", not_negative=("weight_decay",)
 
 
 @dataclass(frozen=True, kw_only=True)
-class LrScheduleSpec(Checked, section="lr_schedule", not_negative=("warmup_steps",)):
+class LrScheduleSpec(CheckedSpec, section="lr_schedule", not_negative=("warmup_steps",)):
     """The learning rate over the steps, as a factor of `train.lr`."""
 
     name: Literal["cosine", "step", "constant"] = "cosine"
@@ -132,7 +132,7 @@ class LrScheduleSpec(Checked, section="lr_schedule", not_negative=("warmup_steps
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataSpec(Checked, section="data", above_zero=("prefetch_factor",), not_negative=("num_workers",)):
+class DataSpec(CheckedSpec, section="data", above_zero=("prefetch_factor",), not_negative=("num_workers",)):
     """How samples reach the model."""
 
     num_workers: int = 0
@@ -144,7 +144,7 @@ class DataSpec(Checked, section="data", above_zero=("prefetch_factor",), not_neg
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvalSpec(Checked, section="eval", above_zero=("every_epochs", "batch_size")):
+class EvalSpec(CheckedSpec, section="eval", above_zero=("every_epochs", "batch_size")):
     """When to evaluate the held-out samples."""
 
     every_epochs: int = 1
@@ -154,7 +154,7 @@ class EvalSpec(Checked, section="eval", above_zero=("every_epochs", "batch_size"
 
 
 @dataclass(frozen=True, kw_only=True)
-class LogSpec(Checked, section="log", above_zero=("every_steps",)):
+class LogSpec(CheckedSpec, section="log", above_zero=("every_steps",)):
     """What to log while training."""
 
     every_steps: int = 20
@@ -176,7 +176,7 @@ class LogSpec(Checked, section="log", above_zero=("every_steps",)):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSpec(
-    Checked,
+    CheckedSpec,
     section="checkpoint",
     above_zero=("every_steps", "keep_last", "min_interval_s", "max_interval_s", "max_failing_s"),
     not_negative=("keep_best",),
@@ -216,7 +216,7 @@ class CheckpointSpec(
 
 
 @dataclass(frozen=True, kw_only=True)
-class IntegritySpec(Checked, section="integrity", above_zero=("every_steps",)):
+class IntegritySpec(CheckedSpec, section="integrity", above_zero=("every_steps",)):
     """Whether all ranks still have the same weights, to the bit."""
 
     every_steps: int | None = 100
@@ -225,7 +225,7 @@ class IntegritySpec(Checked, section="integrity", above_zero=("every_steps",)):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProfileSpec(Checked, section="profile"):
+class ProfileSpec(CheckedSpec, section="profile"):
     """A record of some steps, operator by operator."""
 
     kind: Literal["off", "torch"] = "off"
@@ -250,7 +250,7 @@ class ProfileSpec(Checked, section="profile"):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingSpec(Checked):
+class TrainingSpec(CheckedSpec):
     """What the workers of a training read."""
 
     seed: int = 0

@@ -43,7 +43,7 @@ class Workload(ABC):
 
     With `launcher=srun`, workers get SIGUSR2 in any case: srun passes that on, but ends its step at SIGTERM."""
     teardown_s: ClassVar[float | None] = None
-    """How long a node's other workers may run on, after the first has exited with one of `exit_codes.GOOD`; None: no limit."""
+    """How long a node's other workers may run on, after the first has exited with one of `exit_codes.GOOD_CODES`; None: no limit."""
     goes_on_here: ClassVar[bool] = False
     """Whether on one machine, too, another attempt follows a failure, where the failed one has made progress."""
 

@@ -13,7 +13,7 @@ from ddp_hpc.base.patience import await_answer
 from ddp_hpc.run.checkpoints import checkpoint_names
 from ddp_hpc.run.run_dir.ledger import Ledger
 from ddp_hpc.run.run_dir.paths import RunDir
-from ddp_hpc.run.run_dir.records import newest_committed
+from ddp_hpc.run.run_dir.records import newest_committed_step
 from ddp_hpc.run.workload.protocol import UsersCode, Workload
 
 LISTING_PATIENCE_S = 10.0
@@ -65,7 +65,7 @@ class RecipeWorkload(Workload):
         else:
             return steps[-1] if steps else 0
         try:
-            return newest_committed(run, ledger)
+            return newest_committed_step(run, ledger)
         except OSError as error:
             raise UnreadableError(
                 f"The newest checkpoint's step is not known: neither {run.checkpoints} nor {run.progress} can be read "
@@ -82,7 +82,7 @@ class RecipeWorkload(Workload):
     def users_code(self, import_paths: Sequence[Path]) -> UsersCode | None:
         """Return where the recipe's module is imported from; None for one that is built in or installed."""
         code = code_dir_of(self.spec.recipe.target, import_paths)
-        return None if code is None else UsersCode(code, module_in(code, self.spec.recipe.target))
+        return None if code is None else UsersCode(code, module_path_in(code, self.spec.recipe.target))
 
     def input_paths(self, work_dir: Path) -> Iterator[Path]:
         """Yield the recipe's arguments that are paths, and what `train.init_from` may mean."""
@@ -111,7 +111,7 @@ def code_dir_of(target: str, import_paths: Sequence[Path]) -> Path | None:
     )
 
 
-def module_in(code: Path, target: str) -> Path | None:
+def module_path_in(code: Path, target: str) -> Path | None:
     """Return the recipe's module as a path below the directory it is imported from; None where it has none there."""
     path = Path(*target.partition(":")[0].split("."))
     files = (path.with_name(f"{path.name}.py"), path / "__init__.py", path)

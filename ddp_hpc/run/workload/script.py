@@ -13,7 +13,7 @@ from ddp_hpc.run.checkpoints import checkpoint_names
 from ddp_hpc.run.run_dir.ledger import Ledger
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.workload.protocol import UsersCode, Workload
-from ddp_hpc.run.workload.script_progress import find_saved_files, num_changes, read_seen
+from ddp_hpc.run.workload.script_progress import find_saved_files, num_changes, read_seen_files
 
 LISTING_PATIENCE_S = 10.0
 """How long to ask a file system for the saved files, before the run's records are used instead."""
@@ -54,7 +54,7 @@ class ScriptWorkload(Workload):
         pattern = self.spec.script.progress
         committed = max(checkpoint_names.committed_steps(run), default=0)
         return committed + (
-            0 if pattern is None else num_changes(read_seen(run), find_saved_files(pattern, Path.cwd()))
+            0 if pattern is None else num_changes(read_seen_files(run), find_saved_files(pattern, Path.cwd()))
         )
 
     def progress_on_disk(self, run: RunDir) -> int | None:

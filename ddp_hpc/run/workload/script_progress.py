@@ -33,7 +33,7 @@ class SeenFiles:
 def find_saved_files(pattern: str, work_dir: Path) -> FileStates:
     """Return the files that a pattern matches now, and those in directories that it matches; not those of writers (`*.tmp`)."""
     found: dict[str, tuple[int, int]] = {}
-    for name in glob.iglob(_absolute(pattern, work_dir), recursive=True):  # noqa: PTH207  text, with `**`
+    for name in glob.iglob(_absolute_glob(pattern, work_dir), recursive=True):  # noqa: PTH207  text, with `**`
         paths = Path(name).rglob("*") if Path(name).is_dir() else iter([Path(name)])
         for path in paths:
             try:
@@ -47,12 +47,12 @@ def find_saved_files(pattern: str, work_dir: Path) -> FileStates:
     return found
 
 
-def fixed_folder(pattern: str, work_dir: Path) -> Path:
+def pattern_root(pattern: str, work_dir: Path) -> Path:
     """Return the directory that a pattern names before its first wildcard."""
-    return Path(os.path.dirname(re.split(r"[*?\[]", _absolute(pattern, work_dir), maxsplit=1)[0]))  # noqa: PTH120  text
+    return Path(os.path.dirname(re.split(r"[*?\[]", _absolute_glob(pattern, work_dir), maxsplit=1)[0]))  # noqa: PTH120  text
 
 
-def _absolute(pattern: str, work_dir: Path) -> str:
+def _absolute_glob(pattern: str, work_dir: Path) -> str:
     return os.path.join(work_dir, os.path.expanduser(pattern))  # noqa: PTH111, PTH118  text, with `~`
 
 
@@ -61,7 +61,7 @@ def num_changes(seen: SeenFiles, files: FileStates) -> int:
     return seen.num_changes + any(seen.files.get(path) != find_saved_files for path, find_saved_files in files.items())
 
 
-def read_seen(run: RunDir) -> SeenFiles:
+def read_seen_files(run: RunDir) -> SeenFiles:
     """Return what was recorded; nothing before the first record."""
     return read_record(run.script_progress, SeenFiles) or SeenFiles()
 

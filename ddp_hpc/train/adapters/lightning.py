@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import Callback
 from ddp_hpc.train.attached.run import AttachedRun
 from ddp_hpc.train.attached.step_sampler import StepSampler
 
-FILE = "lightning.ckpt"
+CKPT_NAME = "lightning.ckpt"
 _KEY = "ddp_hpc"
 """Our part of Lightning's checkpoint."""
 
@@ -45,7 +45,7 @@ class AgreedStop(Callback):  # type: ignore[misc]  # Lightning is not installed 
     def latest(self) -> str | None:
         """Return the newest committed checkpoint; None where there is none."""
         path = self._run.latest()
-        return None if path is None else str(path / FILE)
+        return None if path is None else str(path / CKPT_NAME)
 
     def on_sanity_check_start(self, trainer: Any, pl_module: Any) -> None:
         del trainer, pl_module
@@ -84,7 +84,7 @@ class AgreedStop(Callback):  # type: ignore[misc]  # Lightning is not installed 
     def _save(self, trainer: Any) -> None:
         folder = self._run.checkpoint_dir / f"step-{self._step}.tmp"
         folder.mkdir(exist_ok=True)
-        trainer.save_checkpoint(folder / FILE)
+        trainer.save_checkpoint(folder / CKPT_NAME)
         self._run.commit(folder, keep_last=self._keep_last)
         self._saved = self._step
 

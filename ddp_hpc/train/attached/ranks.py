@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.train.process_group import RankInfo
-from ddp_hpc.train.sealed_store import SealedStore, prefix_of
+from ddp_hpc.train.sealed_store import SealedStore, token_prefix
 
 _STORE_TIMEOUT = timedelta(minutes=10)
 _GROUP_TIMEOUT = timedelta(days=2)
@@ -118,7 +118,7 @@ class ScriptRanks:
     def _next_key(self) -> str:
         return f"from-rank-zero-{self._num_shared + 1}"
 
-    def report_work(self) -> None:
+    def send_heartbeat(self) -> None:
         """On rank zero: keep the others waiting in `broadcast_from_rank_zero`, as it still works on its number; nearly free if called often."""
         if self.rank_info.world_size > 1 and self.rank_info.is_store_hosted and not _has_group():
             self._own_store().heartbeat(self._next_key)
@@ -129,7 +129,7 @@ class ScriptRanks:
             store = dist.TCPStore(
                 info.master_addr, info.master_port, is_master=False, wait_for_workers=False, timeout=_STORE_TIMEOUT
             )
-            prefix = f"{prefix_of(self._token)}/attach-{info.restart}"
+            prefix = f"{token_prefix(self._token)}/attach-{info.restart}"
             self._store = SealedStore(dist.PrefixStore(prefix, store), self._token)
         return self._store
 

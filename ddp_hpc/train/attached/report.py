@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from ddp_hpc.run.run_dir.paths import RunDir
-from ddp_hpc.run.run_dir.records import write_report
+from ddp_hpc.run.run_dir.records import write_script_report
 
-INTERVAL_S = 2.0
+WRITE_INTERVAL_S = 2.0
 
 
 @dataclass(kw_only=True)
@@ -34,10 +34,10 @@ class ScriptReport:
         """Take the newest values; write them if the last time is long enough ago, or `now`."""
         # A tensor is kept as it is: to read its value waits for the device, and most of them are never written.
         new = {**values, "metrics": {**self._said.get("metrics", {}), **values.get("metrics", {})}}
-        self._said.update({key: _cut_off(value) for key, value in new.items() if value is not None})
+        self._said.update({key: _detached(value) for key, value in new.items() if value is not None})
         self._samples += samples or 0.0
         self._is_pending = True
-        if now or time.monotonic() - self._written_at >= INTERVAL_S:
+        if now or time.monotonic() - self._written_at >= WRITE_INTERVAL_S:
             self.write()
 
     def write_last(self) -> None:
@@ -52,19 +52,19 @@ class ScriptReport:
         if self._samples and at > self._samples_since:
             self._said["samples_per_s"] = self._samples / (at - self._samples_since)
         self._samples, self._samples_since, self._written_at = 0.0, at, at
-        record = {"attempt": self.attempt, **_number(self._said)}
+        record = {"attempt": self.attempt, **_as_numbers(self._said)}
         with suppress(OSError):  # the file system does not answer now; the next report says the same and more
-            write_report(self.run, record)
+            write_script_report(self.run, record)
 
 
-def _cut_off(value: Any) -> Any:
+def _detached(value: Any) -> Any:
     """Return a tensor without the graph that computed it, whose memory it would hold."""
     if isinstance(value, Mapping):
-        return {key: _cut_off(one) for key, one in value.items()}
+        return {key: _detached(one) for key, one in value.items()}
     return value.detach() if isinstance(value, torch.Tensor) else value
 
 
-def _number(value: Any) -> Any:
+def _as_numbers(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: _number(one) for key, one in value.items()}
+        return {key: _as_numbers(one) for key, one in value.items()}
     return value if isinstance(value, int) else float(value)

@@ -44,7 +44,7 @@ DEFAULT_DIR = "checkpoints"
 """Where checkpoints are outside of ddp-hpc, below the working directory."""
 WAIT_NOTE_S = 30.0
 """After how long a rank says which call it waits in."""
-_attached: tuple[int, AttachedRun] | None = None
+_pid_and_run: tuple[int, AttachedRun] | None = None
 """This process's run and its process id: a forked process is another one."""
 
 
@@ -63,8 +63,8 @@ def attach(checkpoint_dir: str | Path | None = None, *, stop_signals: Sequence[s
     Raises:
         ConfigError: if it is called in another thread than the main one, or a signal does not exist.
     """
-    global _attached  # noqa: PLW0603  a process has one set of signal handlers
-    if _attached is None or _attached[0] != os.getpid():
+    global _pid_and_run  # noqa: PLW0603  a process has one set of signal handlers
+    if _pid_and_run is None or _pid_and_run[0] != os.getpid():
         if threading.current_thread() is not threading.main_thread():
             raise ConfigError(
                 "`attach` was called in a thread, but only the main thread can handle signals. Call it there."
@@ -80,12 +80,12 @@ def attach(checkpoint_dir: str | Path | None = None, *, stop_signals: Sequence[s
         run = RunDir(Path(facts["run"])) if facts else _CheckpointDir(Path(checkpoint_dir or DEFAULT_DIR).absolute())
         flag = StopFlag(run.stop_request if facts else None, signals)
         flag.listen()
-        _attached = os.getpid(), AttachedRun(run, flag, facts, os.environ)
+        _pid_and_run = os.getpid(), AttachedRun(run, flag, facts, os.environ)
         # A script that is a new process has not been started as one that answers.
         if folder := os.environ.get(PROBE_FOLDER):
             num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
             serve(socket_of(Path(folder), int(os.environ["RANK"])), num_ranks=num_ranks)
-    return _attached[1]
+    return _pid_and_run[1]
 
 
 class AttachedRun:
@@ -183,7 +183,7 @@ class AttachedRun:
             try:
                 found = await_answer(
                     str(self._run.checkpoints),
-                    lambda: newest_whole_step(self._run, reads_all=verify, on_progress=self._ranks.report_work),
+                    lambda: newest_whole_step(self._run, reads_all=verify, on_progress=self._ranks.send_heartbeat),
                 )
                 step = -1 if found is None else found
             except (DdpHpcError, OSError) as one:
@@ -196,7 +196,7 @@ class AttachedRun:
         if step < 0:
             raise UnreadableError("Rank zero could not read the newest checkpoint; its log says why.")
         path = checkpoint_path(self._run, step)
-        await_answer(str(path), lambda: _require(path))
+        await_answer(str(path), lambda: _require_visible(path))
         return path
 
     def commit(
@@ -218,7 +218,7 @@ class AttachedRun:
             raise ConfigError(
                 f"`commit` got the directory {folder.name!r}, whose name does not end with a step. Name it `step-120.tmp`, or pass `step=120`."
             )
-        with _note_of_wait(
+        with _note_long_wait(
             f"rank {info.rank} has waited for {WAIT_NOTE_S:.0f} s in `commit` of step {step}. All ranks must call it"
         ):
             problem = self._flush(folder) if info.local_rank == 0 else None
@@ -302,13 +302,13 @@ class AttachedRun:
         return StepSampler(order, info.rank)
 
 
-def _require(path: Path) -> None:
+def _require_visible(path: Path) -> None:
     if not is_there(path):
         raise UnreadableError(f"{path} is committed, but this host does not see it yet.")
 
 
 @contextmanager
-def _note_of_wait(text: str) -> Iterator[None]:
+def _note_long_wait(text: str) -> Iterator[None]:
     timer = threading.Timer(WAIT_NOTE_S, lambda: sys.stderr.write(f"note: {text}\n"))
     timer.daemon = True
     timer.start()

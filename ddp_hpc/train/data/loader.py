@@ -17,20 +17,20 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from ddp_hpc.base.errors import DdpHpcError, text_of
 from ddp_hpc.base.processes import die_with_parent, ignore_stop_signals, sigchld_blocked, unblock_signals
-from ddp_hpc.run.run_dir.error_fingerprint import Affected, is_decoder_error, raising_place
+from ddp_hpc.run.run_dir.error_fingerprint import AffectedEntity, is_decoder_error, raising_place
 from ddp_hpc.run.spec import DataSpec
 from ddp_hpc.train import unsaved
-from ddp_hpc.train.data.sample_files import content_of, recorded_sources
+from ddp_hpc.train.data.sample_files import record_sources, size_and_hash_of
 from ddp_hpc.train.data.sample_order import GlobalBatch, MicroBatch, RankSampler, derive_seed
 from ddp_hpc.train.data.seedless import reads_no_generator
-from ddp_hpc.train.state.rng import host_preserved, seed_host_libraries
+from ddp_hpc.train.state.rng import preserve_cpu_states, seed_host_libraries
 
 Collate = Callable[[list[Any]], Any]
 """A list of samples -> one batch."""
 
 
 @dataclass(frozen=True, slots=True)
-class Fetched:
+class FetchedBatch:
     """A micro batch, and the indices of its samples.
 
     Not a tuple: older versions of PyTorch pin a tuple's items, and do not ask it.
@@ -39,12 +39,12 @@ class Fetched:
     indices: tuple[int, ...]
     batch: Any
 
-    def pin_memory(self) -> Fetched:
+    def pin_memory(self) -> FetchedBatch:
         """Return it with its tensors in pinned memory; PyTorch's DataLoader calls this where it pins."""
-        return Fetched(self.indices, map_leaves(self.batch, _pinned))
+        return FetchedBatch(self.indices, map_leaves(self.batch, _pin_leaf))
 
 
-def _pinned(leaf: Any) -> Any:
+def _pin_leaf(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         can_be = (leaf.device.type, leaf.layout, leaf.is_nested) == ("cpu", torch.strided, False)
     else:  # a batch of the user's own type: https://docs.pytorch.org/docs/stable/data.html#memory-pinning
@@ -52,7 +52,7 @@ def _pinned(leaf: Any) -> Any:
     return leaf.pin_memory() if can_be else leaf
 
 
-class SeededFetch(Dataset[Any]):
+class SeededDataset(Dataset[Any]):
     """A map-style dataset whose random numbers depend only on (seed, epoch, index), not on the process that loads."""
 
     def __init__(self, dataset: Dataset[Any], seed: int, collate: Collate | None = None) -> None:
@@ -65,32 +65,32 @@ class SeededFetch(Dataset[Any]):
         self._needs_seeds = collate is not None or not reads_no_generator(dataset)
         self._has_plain_rows = self._is_of_tensors and all(map(_has_plain_rows, dataset.tensors))  # type: ignore[attr-defined]  # TensorDataset's
 
-    def __getitems__(self, micro_batch: Sequence[MicroBatch]) -> Fetched | SampleError:
+    def __getitems__(self, micro_batch: Sequence[MicroBatch]) -> FetchedBatch | SampleError:
         """Fetch one micro batch; the DataLoader passes a list of one. In a loader process, return an error of a sample."""
         try:
-            return self.fetched(micro_batch)
+            return self.fetch_batch(micro_batch)
         except SampleError as error:
             if get_worker_info() is None:
                 raise
             # Raised, it would reach the worker as a text only (`torch._utils.ExceptionWrapper`).
             return SampleError(text_of(error), error.affected, "".join(traceback.format_exception(error)))
 
-    def fetched(self, micro_batch: Sequence[MicroBatch]) -> Fetched:
+    def fetch_batch(self, micro_batch: Sequence[MicroBatch]) -> FetchedBatch:
         """Fetch a list of one micro batch."""
         (wanted,) = micro_batch
         if self._is_of_tensors:
             # `torch.tensor` takes four times as long
             rows = torch.frombuffer(array("q", wanted.indices), dtype=torch.int64)
             if not self._has_plain_rows:
-                return Fetched(wanted.indices, self._dataset[rows])
+                return FetchedBatch(wanted.indices, self._dataset[rows])
             tensors = self._dataset.tensors  # type: ignore[attr-defined]
-            return Fetched(wanted.indices, tuple([one.index_select(0, rows) for one in tensors]))
+            return FetchedBatch(wanted.indices, tuple([one.index_select(0, rows) for one in tensors]))
         look = None  # at two batches, as the first may make what the second changes
         if self._num_watched < 2 and getattr(get_worker_info(), "id", 0) == 0:
             roots = {"train_data" if wanted.epoch >= 0 else "eval_data": self._dataset, "collate_fn": self._collate}
-            look = partial(unsaved.unsaved, roots, sees_files=self._num_watched == 0)
+            look = partial(unsaved.unsaved_numbers, roots, sees_files=self._num_watched == 0)
         before = look() if look else {}
-        with host_preserved() if self._needs_seeds and get_worker_info() is None else nullcontext():
+        with preserve_cpu_states() if self._needs_seeds and get_worker_info() is None else nullcontext():
             samples = [self._fetch(wanted.epoch, index) for index in wanted.indices]
             try:
                 batch = (self._collate or default_collate)(samples)
@@ -101,10 +101,10 @@ class SeededFetch(Dataset[Any]):
                 ) from error
         if look:
             self._num_watched += 1
-            found = [place for place in unsaved.changed(before, look()) if place not in self._named]
+            found = [place for place in unsaved.find_changed(before, look()) if place not in self._named]
             self._named += found
             unsaved.warn_of_changes(found, "a batch")
-        return Fetched(wanted.indices, batch)
+        return FetchedBatch(wanted.indices, batch)
 
     def _fetch(self, epoch: int, index: int) -> Any:
         try:
@@ -113,11 +113,11 @@ class SeededFetch(Dataset[Any]):
             raise
         except Exception as error:
             sample = f"{'eval_data' if epoch < 0 else 'train_data'}[{index}]"
-            content = self._undecodable(error, epoch, index)
+            content = self._undecodable_content(error, epoch, index)
             raise SampleError(
                 f"`{sample}` raised {type(error).__name__}: {text_of(error).rstrip('.')}. Check this sample and the "
                 "dataset's `__getitem__`; the rank's log has the traceback.",
-                Affected(entity=sample, version=content, may_recover=not content, place=raising_place(error)),
+                AffectedEntity(entity=sample, version=content, may_recover=not content, place=raising_place(error)),
             ) from error
 
     def _read(self, epoch: int, index: int) -> Any:
@@ -129,7 +129,7 @@ class SeededFetch(Dataset[Any]):
             seed_host_libraries(seed)
         return self._dataset[index]
 
-    def _undecodable(self, error: Exception, epoch: int, index: int) -> str:
+    def _undecodable_content(self, error: Exception, epoch: int, index: int) -> str:
         """Return the content of the sample's file where it is proved that a decoder rejects it each time; empty where not.
 
         The sample fails twice more in the same way, and between the two its one file can be read. A reader that returns
@@ -137,9 +137,9 @@ class SeededFetch(Dataset[Any]):
         """
         if not is_decoder_error(error):
             return ""
-        with recorded_sources() as sources:
+        with record_sources() as sources:
             fails_alike = self._fails_alike(error, epoch, index)
-        content = content_of(sources) if fails_alike else ""
+        content = size_and_hash_of(sources) if fails_alike else ""
         if not content or not self._fails_alike(error, epoch, index):
             return ""
         num = len(self._dataset)  # type: ignore[arg-type]  # map-style data has a length
@@ -172,7 +172,7 @@ def _has_plain_rows(tensor: torch.Tensor) -> bool:
 class SampleError(RuntimeError):
     """A sample could not be read. It does not count as an invalid request: another attempt may succeed."""
 
-    def __init__(self, message: str, affected: Affected, traceback: str = "") -> None:
+    def __init__(self, message: str, affected: AffectedEntity, traceback: str = "") -> None:
         """`traceback` is that of the loader process."""
         super().__init__(message)
         self.affected = affected
@@ -182,18 +182,18 @@ class SampleError(RuntimeError):
         return type(self), (str(self), self.affected, self.traceback)
 
 
-class InLoaderProcessError(Exception):
+class LoaderTracebackError(Exception):
     """Holds the traceback of an error in a loader process, as a text."""
 
 
-def raise_if_error(fetched: Fetched | SampleError) -> Fetched:
+def raise_if_error(fetched: FetchedBatch | SampleError) -> FetchedBatch:
     """Return what a loader has fetched."""
     if isinstance(fetched, SampleError):
-        raise fetched from InLoaderProcessError(f"\n{fetched.traceback}")
+        raise fetched from LoaderTracebackError(f"\n{fetched.traceback}")
     return fetched
 
 
-LoadedGlobalBatch = tuple[GlobalBatch, Iterator[Fetched]]
+LoadedGlobalBatch = tuple[GlobalBatch, Iterator[FetchedBatch]]
 """A global batch with its samples, in the order of its micro batches."""
 
 
@@ -202,25 +202,20 @@ def load_global_batches(
 ) -> Iterator[LoadedGlobalBatch]:
     """Yield the global batches of `sampler` with their samples; loading runs ahead, also into the next epoch."""
     plans, ahead = tee(sampler)  # each global batch is computed once, for the loader and for the loop
-    fetch = SeededFetch(dataset, sampler.order.seed, collate)
+    fetch = SeededDataset(dataset, sampler.order.seed, collate)
     micro_batches = ([one] for global_batch in ahead for one in global_batch.micro_batches)
-    fetched: Iterator[Fetched]
+    fetched: Iterator[FetchedBatch]
     if data.num_workers or pin_memory:
         fetched = map(raise_if_error, start_loader(make_loader(fetch, micro_batches, data=data, pin_memory=pin_memory)))
     else:
         # What a DataLoader without processes does, without its overhead.
-        fetched = map(fetch.fetched, micro_batches)
+        fetched = map(fetch.fetch_batch, micro_batches)
     for plan in plans:
         yield plan, islice(fetched, len(plan.micro_batches))
 
 
 def make_loader(
-    dataset: Dataset[Any],
-    sampler: Any,
-    *,
-    data: DataSpec,
-    pin_memory: bool,
-    is_kept: bool = False,
+    dataset: Dataset[Any], sampler: Any, *, data: DataSpec, pin_memory: bool, is_kept: bool = False
 ) -> DataLoader[Any]:
     """Return a loader of what `sampler` names; its processes die with this one and ignore the job's stop signals.
 
@@ -231,7 +226,7 @@ def make_loader(
         parallel = {
             "num_workers": data.num_workers,
             "prefetch_factor": data.prefetch_factor,
-            "worker_init_fn": partial(_in_loader_process, os.getpid()),
+            "worker_init_fn": partial(_init_loader_process, os.getpid()),
             # Not Python's default, which is forkserver since 3.14: each process would import PyTorch and the recipe
             # again.
             # https://docs.python.org/3/library/multiprocessing.html#contexts-and-start-methods
@@ -241,7 +236,7 @@ def make_loader(
     return DataLoader(
         dataset,
         batch_sampler=sampler,
-        collate_fn=lambda fetched: fetched,  # `SeededFetch` has made the batch
+        collate_fn=lambda fetched: fetched,  # `SeededDataset` has made the batch
         pin_memory=pin_memory,
         generator=torch.Generator(),  # its own: otherwise the loader would draw its seed from the training's generator
         **parallel,
@@ -285,7 +280,7 @@ def map_leaves(nest: Any, change: Callable[[Any], Any]) -> Any:
     return change(nest)
 
 
-def _in_loader_process(parent_pid: int, _worker_id: int) -> None:
+def _init_loader_process(parent_pid: int, _worker_id: int) -> None:
     """Run once in each loader process."""
     die_with_parent(parent_pid)
     # Slurm's signals reach every process of a step (https://slurm.schedmd.com/scancel.html), but the worker still needs

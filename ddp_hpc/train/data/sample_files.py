@@ -14,11 +14,11 @@ from typing import Any
 
 _SETTLED_S = 3600.0
 """A file that was written more recently may still be written: by a download, a copy, or a user who repairs it."""
-_LARGEST = 256 * 1024 * 1024
+_MAX_FILE_BYTES = 256 * 1024 * 1024
 """Bytes of a file that holds one sample; a larger one may take long to read."""
-_OTHER_SOURCES = ("socket.", "http.", "urllib.", "sqlite3.", "subprocess.", "os.system", "os.exec", "os.fork", "os.posix_spawn")  # fmt: skip
+_OTHER_SOURCE_EVENTS = ("socket.", "http.", "urllib.", "sqlite3.", "subprocess.", "os.system", "os.exec", "os.fork", "os.posix_spawn")  # fmt: skip
 """Audit events of data that come from elsewhere: https://docs.python.org/3/library/audit_events.html"""
-_NO_READERS = ("checkpoint-writer", "ddp-hpc-", "QueueFeederThread")
+_NON_READER_THREADS = ("checkpoint-writer", "ddp-hpc-", "QueueFeederThread")
 """How the names of threads begin that write or send meanwhile what was read before: our own, and multiprocessing's, which
 sends batches to the training."""
 
@@ -28,12 +28,12 @@ _add_audit_hook = functools.cache(sys.addaudithook)
 
 
 @contextmanager
-def recorded_sources() -> Iterator[set[str | None]]:
+def record_sources() -> Iterator[set[str | None]]:
     """Record which files this process opens, in any thread that may read for it; None stands for a source of another kind.
 
     Only for a process that has met a sample that cannot be read, as a hook cannot be removed.
     """
-    _add_audit_hook(_note)
+    _add_audit_hook(_audit_hook)
     sources = set[str | None]()
     _active_recordings.append(sources)
     try:
@@ -42,7 +42,7 @@ def recorded_sources() -> Iterator[set[str | None]]:
         _active_recordings.remove(sources)
 
 
-def _note(event: str, args: tuple[Any, ...]) -> None:
+def _audit_hook(event: str, args: tuple[Any, ...]) -> None:
     """Note an audit event; it must not raise."""
     if not _active_recordings:
         return
@@ -50,16 +50,16 @@ def _note(event: str, args: tuple[Any, ...]) -> None:
     # multiprocessing's thread that hands the memory of sent batches over, through a socket. By itself, not by its name
     # "Thread-N (_serve)": a data set's own thread may be called so, and what that one opens counts.
     sharer = getattr(sys.modules.get("multiprocessing.resource_sharer"), "_resource_sharer", None)
-    if thread.name.startswith(_NO_READERS) or thread is getattr(sharer, "_thread", None):
+    if thread.name.startswith(_NON_READER_THREADS) or thread is getattr(sharer, "_thread", None):
         return
     for sources in _active_recordings:
         if event == "open" and isinstance(args[0], str | bytes | os.PathLike):
             sources.add(os.fsdecode(args[0]))
-        elif event == "open" or event.startswith(_OTHER_SOURCES):
+        elif event == "open" or event.startswith(_OTHER_SOURCE_EVENTS):
             sources.add(None)
 
 
-def content_of(sources: set[str | None]) -> str:
+def size_and_hash_of(sources: set[str | None]) -> str:
     """Return size and hash of the one file that was opened; empty where there is not one that can be read and is settled."""
     import hashlib  # late: only a process that has met a bad sample computes a hash
 
@@ -70,9 +70,9 @@ def content_of(sources: set[str | None]) -> str:
         with open(path, "rb") as file:  # noqa: PTH123  the path as it was opened
             found = os.fstat(file.fileno())
             age_s = time.time() - found.st_mtime
-            if not stat.S_ISREG(found.st_mode) or not 0 < found.st_size <= _LARGEST or age_s <= _SETTLED_S:
+            if not stat.S_ISREG(found.st_mode) or not 0 < found.st_size <= _MAX_FILE_BYTES or age_s <= _SETTLED_S:
                 return ""
-            content = file.read(_LARGEST + 1)
+            content = file.read(_MAX_FILE_BYTES + 1)
     except (OSError, ValueError):
         return ""
     is_whole = len(content) == found.st_size

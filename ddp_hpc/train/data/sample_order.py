@@ -18,9 +18,9 @@ from typing import NamedTuple
 import torch
 
 _SEED_BITS = 63
-NEAR_END = 8
+NEAR_END_DIVISOR = 8
 """The next order is made when this part of an epoch is left: an eighth."""
-WORTH_A_THREAD = 1 << 20
+MIN_SAMPLES_FOR_THREAD = 1 << 20
 """The order of fewer samples takes less than 20 ms."""
 
 
@@ -155,7 +155,7 @@ class RankSampler:
         """
         position, order, total_steps = self.start, self.order, self.total_steps
         shuffled = partial(permutation, order.num_samples, order.seed)
-        ending = order.num_samples // NEAR_END if order.num_samples >= WORTH_A_THREAD else 0
+        ending = order.num_samples // NEAR_END_DIVISOR if order.num_samples >= MIN_SAMPLES_FOR_THREAD else 0
         coming: Future[torch.Tensor] | None = None
         with ThreadPoolExecutor(1, "order of samples") as beside:
             while position.step < total_steps:

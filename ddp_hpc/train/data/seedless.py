@@ -10,13 +10,13 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
-_CALLS_NOTHING = {
+_CALL_FREE_OPCODES = {
     *("RESUME", "NOP", "LOAD_FAST", "LOAD_FAST_BORROW", "LOAD_CONST", "LOAD_SMALL_INT", "LOAD_ATTR", "STORE_FAST"),
     *("BUILD_TUPLE", "BUILD_LIST", "BUILD_MAP", "BUILD_CONST_KEY_MAP", "BUILD_SLICE"),
     *("BINARY_SUBSCR", "BINARY_SLICE", "BINARY_OP", "RETURN_VALUE"),
 }
 """Instructions that run no code but that of the values they are given. One that is missing, as of a later Python, is taken for a call."""
-_NUMBERS = "biufc"
+_NUMERIC_KINDS = "biufc"
 """Kinds of numpy arrays without objects: https://numpy.org/doc/stable/reference/generated/numpy.dtype.kind.html"""
 
 
@@ -47,7 +47,7 @@ def reads_no_generator(dataset: object) -> bool:
 
 
 def _is_numbers(value: object) -> bool:
-    is_array = type(value) is np.ndarray and value.dtype.kind in _NUMBERS
+    is_array = type(value) is np.ndarray and value.dtype.kind in _NUMERIC_KINDS
     return is_array or type(value) in (Tensor, int, float)
 
 
@@ -58,7 +58,7 @@ def _only_computes(code: CodeType) -> bool:
     is_self = False  # what the last instruction loads
     for one in dis.get_instructions(code):
         # Of `self`, which is the user's, nothing but attributes: `self + 1` may be code.
-        if one.opname not in _CALLS_NOTHING or is_self != (one.opname == "LOAD_ATTR"):
+        if one.opname not in _CALL_FREE_OPCODES or is_self != (one.opname == "LOAD_ATTR"):
             return False
         is_self = one.opname.startswith("LOAD_FAST") and one.argval == code.co_varnames[0]
         if one.opname == "STORE_FAST" and one.argval == code.co_varnames[0]:

@@ -19,7 +19,7 @@ from ddp_hpc.train.data.sample_order import MicroBatch, SampleOrder
 
 log = logging.getLogger(__name__)
 
-_AS_IT_IS = nullcontext()
+_NULL_CONTEXT = nullcontext()
 
 
 class PlainPasses:
@@ -27,11 +27,11 @@ class PlainPasses:
 
     def forward_context(self, plan: MicroBatch) -> AbstractContextManager[object]:  # noqa: ARG002  as the compiled ones
         """Return the context manager for the forward pass on a micro batch."""
-        return _AS_IT_IS
+        return _NULL_CONTEXT
 
-    def warming_up(self) -> AbstractContextManager[object]:
+    def warmup_context(self) -> AbstractContextManager[object]:
         """Return the context manager for the pass before the first step (`ddp_warmup`)."""
-        return _AS_IT_IS
+        return _NULL_CONTEXT
 
 
 class CompiledPasses(PlainPasses):
@@ -45,17 +45,17 @@ class CompiledPasses(PlainPasses):
 
     def forward_context(self, plan: MicroBatch) -> AbstractContextManager[object]:
         if self._is_warming_up:
-            return _AS_IT_IS
+            return _NULL_CONTEXT
         if not self._has_reported and self._graphs_before is not None:
             self._report(_num_graphs() - self._graphs_before)
         if len(plan.indices) != self._size:
             return torch.compiler.set_stance("force_eager")  # type: ignore[no-any-return]  # a context manager's class
         if self._graphs_before is None:
             self._graphs_before = _num_graphs()
-        return _AS_IT_IS
+        return _NULL_CONTEXT
 
     @contextmanager
-    def warming_up(self) -> Iterator[None]:
+    def warmup_context(self) -> Iterator[None]:
         """Run without the compiler: the pass fixes DDP's buckets by the order of the gradients, which the compiler changes.
 
         An attempt may begin with a smaller micro batch, which is not compiled, and needs the buckets of an unbroken run.

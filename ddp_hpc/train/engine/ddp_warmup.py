@@ -63,7 +63,7 @@ def warm_up_ddp(  # noqa: PLR0913  each is one thing of the pass
     with undo_trial(model, called, device):
         if is_kept and isinstance(wrapped, DistributedDataParallel) and not wrapped.find_unused_parameters:
             with wrapped.no_sync():
-                ready = _ready_in(parameters, backward, drops=True)
+                ready = _ready_order(parameters, backward, drops=True)
             wrapped.require_forward_param_sync = True  # as after a pass with an all-reduce
             wrapped.reducer.prepare_for_backward([])
             for number in order or ():
@@ -71,10 +71,10 @@ def warm_up_ddp(  # noqa: PLR0913  each is one thing of the pass
                     zeros = torch.zeros_like(parameters[number])
                     parameters[number].backward(zeros.to_sparse(1) if ready[number] else zeros)
             return [*(order or ())]
-        return [*_ready_in(parameters, backward, drops=False)]
+        return [*_ready_order(parameters, backward, drops=False)]
 
 
-def _ready_in(parameters: Sequence[nn.Parameter], backward: Callable[[], object], *, drops: bool) -> dict[int, bool]:
+def _ready_order(parameters: Sequence[nn.Parameter], backward: Callable[[], object], *, drops: bool) -> dict[int, bool]:
     """Return which parameters get a gradient, in this order, and whether it is sparse; `drops` frees each at once."""
     ready: dict[int, bool] = {}
 
@@ -92,14 +92,14 @@ def _ready_in(parameters: Sequence[nn.Parameter], backward: Callable[[], object]
     return ready
 
 
-_WITHOUT_GRADIENT = re.compile(
+_UNUSED_ERROR_PATTERN = re.compile(
     r"Expected to have finished reduction in the prior iteration(?:.*for rank \d+: ([\d ]+))?", re.DOTALL
 )
 
 
 def explain_unused(error: Exception, model: nn.Module) -> ConfigError | None:
     """For DDP's error on parameters without a gradient, return one that names them and the key that helps; else None."""
-    if (found := _WITHOUT_GRADIENT.search(text_of(error))) is None:
+    if (found := _UNUSED_ERROR_PATTERN.search(text_of(error))) is None:
         return None
     names = [name for name, one in model.named_parameters() if one.requires_grad]
     missing = [f"`{names[number]}`" for number in map(int, (found[1] or "").split()) if number < len(names)]

@@ -12,21 +12,21 @@ from torch.utils.data import DataLoader
 
 from ddp_hpc.base.errors import ConfigError, WorkerError
 from ddp_hpc.run.spec import RunSpec
-from ddp_hpc.train.data.loader import SeededFetch, make_loader, raise_if_error, start_loader, to_device
+from ddp_hpc.train.data.loader import SeededDataset, make_loader, raise_if_error, start_loader, to_device
 from ddp_hpc.train.data.sample_order import MicroBatch
 from ddp_hpc.train.engine.modes import evaluation_mode
 from ddp_hpc.train.engine.precision import Precision
 from ddp_hpc.train.engine.set_aside import undo_trial
-from ddp_hpc.train.engine.weighted_loss import loss_of, num_parts_of, warn_of_no_mean
+from ddp_hpc.train.engine.weighted_loss import compute_loss, num_parts_of, warn_of_no_mean
 from ddp_hpc.train.process_group import Group
 from ddp_hpc.train.recipe import Recipe
 from ddp_hpc.train.state import rng
 
-_MESSAGE_BYTES = 32 << 20
+_BROADCAST_BYTES = 32 << 20
 """Buffers are sent together up to about this size: a message takes this much memory on each rank."""
 
 
-class _HeldOut:
+class _HeldOutSampler:
     """This rank's part of the held-out set: every world_size-th sample, without padding.
 
     Until `is_wanted`, it is only one batch, for the trial.
@@ -72,9 +72,9 @@ class Evaluator:
             fewest = min(at_once, num_samples // rank_info.world_size)
             if train.micro_batch_size_in(rank_info.world_size) in (1, train.global_batch_size):
                 self._num_parts = num_parts_of(fewest)  # `batches_after_warmup` checks the loss of other batches
-            self._held_out = _HeldOut(num_samples, at_once, rank=rank_info.rank, world_size=rank_info.world_size)
+            self._held_out = _HeldOutSampler(num_samples, at_once, rank=rank_info.rank, world_size=rank_info.world_size)
             self._loader = make_loader(
-                SeededFetch(recipe.eval_data, spec.seed, recipe.collate_fn),
+                SeededDataset(recipe.eval_data, spec.seed, recipe.collate_fn),
                 self._held_out,
                 data=spec.data,
                 pin_memory=group.device.type == "cuda",
@@ -97,7 +97,7 @@ class Evaluator:
         with undo_trial(model, called, self._group.device), evaluation_mode(model), torch.no_grad():
             for fetched in map(raise_if_error, start_loader(self._loader)):
                 batch = to_device(fetched.batch, self._group.device, channels_last=self._channels_last)
-                self._score(model, batch, len(fetched.indices))
+                self._batch_sums(model, batch, len(fetched.indices))
         most, fewest = self._held_out.num_batches
         if _num_collectives(self._group.device) != before and most != fewest:
             raise ConfigError(
@@ -117,20 +117,20 @@ class Evaluator:
         # https://pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html
         if self._group.rank_info.world_size > 1:
             _take_from_rank_zero(list(model.buffers()))
-        with evaluation_mode(model), torch.no_grad(), rng.preserved(self._group.device):
+        with evaluation_mode(model), torch.no_grad(), rng.preserve_states(self._group.device):
             for fetched in map(raise_if_error, self._loader):
                 batch = to_device(fetched.batch, self._group.device, channels_last=self._channels_last)
-                sums += self._score(model, batch, len(fetched.indices))
+                sums += self._batch_sums(model, batch, len(fetched.indices))
                 self._on_batch()
         loss, *totals, count, weight = self._group.sum(sums).tolist()
         means = {name: total / count for name, total in zip(self._recipe.metrics, totals, strict=True)}
         return {"loss": loss / weight if weight else 0.0, **means}
 
-    def _score(self, model: nn.Module, batch: Any, num_samples: int) -> Tensor:
+    def _batch_sums(self, model: nn.Module, batch: Any, num_samples: int) -> Tensor:
         inputs, targets = self._recipe.inputs_and_targets(batch)
         with self._precision.autocast():
             outputs = model(inputs)
-            loss, weight = loss_of(self._recipe.loss, outputs, targets)
+            loss, weight = compute_loss(self._recipe.loss, outputs, targets)
             if self._num_parts and not self._held_out.is_wanted:
                 warn_of_no_mean(self._recipe.loss, outputs, targets, self._num_parts)
         scores = [loss.double() * num_samples if weight is None else loss.double()]
@@ -167,7 +167,7 @@ def _take_from_rank_zero(buffers: Sequence[Tensor]) -> None:
     # In few messages, as DDP does it: a model may have hundreds of small ones. As bytes, so that types can share a message.
     contents = [one.reshape(-1).view(torch.uint8) for one in sent]
     group: Any = torch.distributed.group.WORLD
-    _sync_params_and_buffers(group, contents, _MESSAGE_BYTES, 0)
+    _sync_params_and_buffers(group, contents, _BROADCAST_BYTES, 0)
     for buffer, one in zip(buffers, sent, strict=True):
         if one is not buffer:
             buffer.copy_(one)

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from ddp_hpc.base.errors import StopAskedError
-from ddp_hpc.train.data.loader import Fetched, LoadedGlobalBatch, to_device
+from ddp_hpc.train.data.loader import FetchedBatch, LoadedGlobalBatch, to_device
 from ddp_hpc.train.data.sample_order import GlobalBatch, MicroBatch
 from ddp_hpc.train.engine.batch_norm_check import clearer_error
 from ddp_hpc.train.engine.ddp_warmup import copy_batch, explain_unused, warm_up_ddp
 from ddp_hpc.train.engine.optimizer import lr_factor, set_rates, trained_parameters
 from ddp_hpc.train.engine.set_aside import undo_trial
 from ddp_hpc.train.engine.training import Training
-from ddp_hpc.train.engine.weighted_loss import divide_by_weight, loss_of, num_parts_of, warn_of_no_mean
-from ddp_hpc.train.recording.step_numbers import gradient_norm, skipped_update
+from ddp_hpc.train.engine.weighted_loss import compute_loss, divide_by_weight, num_parts_of, warn_of_no_mean
+from ddp_hpc.train.recording.step_numbers import gradient_norm, update_skip_flags
 from ddp_hpc.train.state.initial_weights import take_initial_weights
 
 log = logging.getLogger(__name__)
@@ -147,7 +147,7 @@ def batches_after_warmup(t: Training, global_batches: Iterator[LoadedGlobalBatch
     called = (t.recipe.loss, t.recipe.inputs_and_targets)
     least = min(t.order.micro_batch_size, plan.num_samples // t.group.rank_info.world_size)
     once = partial(backward, t, copy_batch(first), plan.micro_batches[0], plan, num_parts=num_parts_of(least))
-    with t.passes.warming_up():
+    with t.passes.warmup_context():
         if t.group.rank_info.world_size > 1:
             state.gradient_order = warm_up_ddp(state.model, t.model, called, device, once, order=state.gradient_order)
         else:
@@ -157,7 +157,7 @@ def batches_after_warmup(t: Training, global_batches: Iterator[LoadedGlobalBatch
     return chain([(plan, chain([first], loaded))], global_batches)
 
 
-def accumulate_gradients(t: Training, whole: GlobalBatch, loaded: Iterator[Fetched]) -> None:
+def accumulate_gradients(t: Training, whole: GlobalBatch, loaded: Iterator[FetchedBatch]) -> None:
     """Add up the gradients of the mean loss of a global batch; DDP all-reduces them once, in the last micro step."""
     state, last = t.state, whole.micro_batches[-1]
     if t.guard.is_active:
@@ -195,7 +195,7 @@ def without_sync(t: Training) -> AbstractContextManager[Any]:
 
 
 def backward(
-    t: Training, fetched: Fetched, plan: MicroBatch, global_batch: GlobalBatch, *, num_parts: int = 0
+    t: Training, fetched: FetchedBatch, plan: MicroBatch, global_batch: GlobalBatch, *, num_parts: int = 0
 ) -> tuple[Tensor, Tensor | None]:
     """Run forward and backward on one micro batch, weighted by its share of the global batch; return its mean loss and None, or its sum and weight.
 
@@ -212,7 +212,7 @@ def backward(
             outputs = t.model(inputs)
             if num_parts:
                 warn_of_no_mean(t.recipe.loss, outputs, targets, num_parts)
-            loss, weight = loss_of(t.recipe.loss, outputs, targets)
+            loss, weight = compute_loss(t.recipe.loss, outputs, targets)
     except Exception as error:
         if (clearer := clearer_error(error, plan, global_batch) or explain_unused(error, t.state.model)) is not None:
             raise clearer from error
@@ -246,7 +246,7 @@ def update_weights(t: Training) -> None:
         t.numbers.note_skipped(t.guard.step(optimizer, t.state.position.step + 1))
     else:
         scaler.step(optimizer)
-        for was_skipped in skipped_update(scaler, optimizer):
+        for was_skipped in update_skip_flags(scaler, optimizer):
             t.numbers.note_skipped(was_skipped)
             if t.guard.is_active:
                 t.guard.put_back_if(was_skipped, optimizer)
@@ -272,7 +272,7 @@ def log_loss(t: Training) -> None:
         loss=loss,
         lr=t.state.optimizer.param_groups[0].get("lr"),
         more=t.numbers.take(t.state.scaler, may_skip=t.spec.train.on_nonfinite == "skip"),
-        num_tokens=t.numbers.take_tokens(t.recorder.take_samples(t.state.position), t.group.sum),
+        num_tokens=t.numbers.take_num_tokens(t.recorder.take_num_samples(t.state.position), t.group.sum),
     )
 
 

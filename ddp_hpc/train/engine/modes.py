@@ -14,7 +14,7 @@ def set_train_mode_once(model: nn.Module) -> None:
     held = [module for module in model.modules() if not module.training]
     if model.training:
         model.train()
-    _put_back(dict.fromkeys(held, False))
+    _set_modes(dict.fromkeys(held, False))
 
 
 @contextmanager
@@ -25,10 +25,10 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        _put_back(modes)
+        _set_modes(modes)
 
 
-def _put_back(modes: dict[nn.Module, bool]) -> None:
+def _set_modes(modes: dict[nn.Module, bool]) -> None:
     """Set the modules' modes; parents come before their children."""
     for module, is_training in modes.items():
         if module.training != is_training:

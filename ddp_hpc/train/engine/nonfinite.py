@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from ddp_hpc.base.errors import DivergedError
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.spec import OnNonfinite
-from ddp_hpc.train.compare_replicas import Replicas
+from ddp_hpc.train.compare_replicas import ReplicaCheck
 from ddp_hpc.train.engine.optimizer import can_skip, closure_error, trained_parameters
-from ddp_hpc.train.engine.set_aside import room_for_copies, to_keep
-from ddp_hpc.train.engine.tensor_copies import Copied, Place, copy_places, places, restore, restore_where
+from ddp_hpc.train.engine.set_aside import device_for_copies, values_to_keep
+from ddp_hpc.train.engine.tensor_copies import CopiedTensor, Place, copy_places, places, restore, restore_where
 from ddp_hpc.train.engine.value_copies import NotKeptError
 from ddp_hpc.train.recording.step_numbers import gradient_norm
 from ddp_hpc.train.state.checkpoint import Checkpointer, divergence_message
@@ -26,11 +26,11 @@ from ddp_hpc.train.state.training_state import TrainingState
 
 log = logging.getLogger(__name__)
 
-MOST_IN_A_ROW: Mapping[OnNonfinite, int] = {"stop": 5, "skip": 50}
+MAX_IN_A_ROW_BY_POLICY: Mapping[OnNonfinite, int] = {"stop": 5, "skip": 50}
 """Steps in a row whose loss (or skipped update) is not finite, by policy, after which the run ends as diverged."""
 
 
-_OF_MODULES = frozenset(vars(nn.Module()))
+_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 """Attributes that every module has."""
 
 
@@ -43,7 +43,7 @@ class LossWatch:
     """
 
     checkpointer: Checkpointer
-    replicas: Replicas
+    replicas: ReplicaCheck
     state: TrainingState
     _: KW_ONLY
     policy: OnNonfinite
@@ -53,13 +53,13 @@ class LossWatch:
     """The first step of the row of bad ones, and whether this rank's loss was bad in it."""
 
     def __post_init__(self) -> None:
-        self._limit = MOST_IN_A_ROW.get(self.policy)
+        self._limit = MAX_IN_A_ROW_BY_POLICY.get(self.policy)
         has_others = self.replicas.group.rank_info.world_size > 1
         self._may_try_again = self.policy == "stop" and self.replicas.is_on and has_others
         if self._limit is not None:
-            self.checkpointer.newest_losses = self._newest
+            self.checkpointer.newest_losses = self._newest_losses
 
-    def _newest(self) -> Sequence[Tensor]:
+    def _newest_losses(self) -> Sequence[Tensor]:
         return self._losses[bisect_left(self._steps, self._steps[-1]) :] if self._steps else []
 
     def note(self, step: int, loss: Tensor) -> None:
@@ -106,7 +106,7 @@ class LossWatch:
         self.replicas.compare(self.state)
         if self._may_try_again and self._began is not None:
             step, is_mine = self._began
-            what += self.replicas.where_losses_began(step, is_mine=is_mine)
+            what += self.replicas.nonfinite_ranks_text(step, is_mine=is_mine)
         text = divergence_message(run, what) if group.rank_info.is_rank_zero else None
         raise DivergedError(group.broadcast_last_word("diverged", text))
 
@@ -138,7 +138,7 @@ class UpdateGuard:
     why_waits: str = "the first step is watched"
     """Why the host waits for the device in each step; empty if it does not."""
     _places: list[Place] | None = None
-    _copies: list[Copied] = field(default_factory=list)
+    _copies: list[CopiedTensor] = field(default_factory=list)
     _attributes: dict[str, tuple[list[object], list[int]]] = field(default_factory=dict)
     _keeps_attributes: bool = True
     _not_kept: str = ""
@@ -154,13 +154,13 @@ class UpdateGuard:
         if self._places is None:  # a copy of the weights, beside the optimizer's state
             self._attributes = _attributes(self.model)
             weights = [*self.model.parameters()]
-            copies_on = room_for_copies(weights, weights[0].device) if weights else None
+            copies_on = device_for_copies(weights, weights[0].device) if weights else None
             self._copies = copy_places(places(self.model), copies_on=copies_on)
         else:
             self._copies = copy_places(self._places)
         if self._keeps_attributes:
             try:
-                self._restores = to_keep(self.model, ()).copy_for_restore()
+                self._restores = values_to_keep(self.model, ()).copy_for_restore()
             except NotKeptError as error:
                 self._not_kept = str(error)
 
@@ -171,7 +171,7 @@ class UpdateGuard:
             return 0
         # DDP has all-reduced the gradients, so they and the answer are the same on all ranks. If one rank skipped
         # alone, its weights would differ from then on.
-        is_bad = _not_finite(optimizer)
+        is_bad = _nonfinite_flag(optimizer)
         self._noted.append((step, is_bad))
         is_skipped = self.put_back_if(is_bad, optimizer)
         if is_skipped is None:
@@ -187,9 +187,9 @@ class UpdateGuard:
     def put_back_if(self, is_bad: Tensor, optimizer: torch.optim.Optimizer) -> bool | None:
         """Put back what the forward has changed if `is_bad` is not 0; return whether it is, None where the host does not know."""
         found, restores, self._copies, self._restores = self._copies, self._restores, [], ()
-        waits = self.why_waits or not all(one.can_be_chosen(is_bad.device) for one in found)
+        waits = self.why_waits or not all(one.can_restore_where(is_bad.device) for one in found)
         if self._places is None:
-            self._learn(optimizer, found)
+            self._see_changes(optimizer, found)
         if not waits:
             restore_where(found, is_bad.bool())
             return None
@@ -200,7 +200,7 @@ class UpdateGuard:
             put_back()
         return True
 
-    def _learn(self, optimizer: torch.optim.Optimizer, found: Sequence[Copied]) -> None:
+    def _see_changes(self, optimizer: torch.optim.Optimizer, found: Sequence[CopiedTensor]) -> None:
         """See in the first step what the forward changes: besides the buffers, perhaps parameters, or attributes of modules."""
         self._places = [
             (one.module, one.name) for one in found if not isinstance(one.tensor, nn.Parameter) or one.is_changed()
@@ -231,7 +231,7 @@ class UpdateGuard:
             self._num_in_a_row = self._num_in_a_row + 1 if is_bad else 0
             if is_bad:
                 self._warn(step)
-            if self._num_in_a_row >= MOST_IN_A_ROW["skip"] and not self._last_word:
+            if self._num_in_a_row >= MAX_IN_A_ROW_BY_POLICY["skip"] and not self._last_word:
                 self._last_word = f"the gradients are not finite since step {step - self._num_in_a_row + 1}"
 
     def _warn(self, step: int) -> None:
@@ -242,7 +242,7 @@ class UpdateGuard:
                 "%d skipped since this attempt began. The training goes on, until %d in a row are skipped.",
                 step,
                 self._num_skipped,
-                MOST_IN_A_ROW["skip"],
+                MAX_IN_A_ROW_BY_POLICY["skip"],
             )
 
 
@@ -266,7 +266,7 @@ def _attributes(model: nn.Module) -> dict[str, tuple[list[object], list[int]]]:
     found = {}
     for name, module in model.named_modules():
         for key, value in vars(module).items():
-            if key in _OF_MODULES:
+            if key in _MODULE_ATTRIBUTES:
                 continue
             held = [value, *(value if isinstance(value, _CONTAINERS) else ())]
             held += value.values() if isinstance(value, dict) else ()
@@ -275,6 +275,6 @@ def _attributes(model: nn.Module) -> dict[str, tuple[list[object], list[int]]]:
     return found
 
 
-def _not_finite(optimizer: torch.optim.Optimizer) -> Tensor:
+def _nonfinite_flag(optimizer: torch.optim.Optimizer) -> Tensor:
     """Return, on the device, 1 if a gradient is not finite, else 0."""
     return gradient_norm(trained_parameters(optimizer), None, kind=float("inf")).isfinite().logical_not().float()

@@ -32,7 +32,7 @@ def trained_parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     return [parameter for options in optimizer.param_groups for parameter in options["params"]]
 
 
-NO_OPTIMIZER = (
+NO_OPTIMIZER_MESSAGE = (
     "`Recipe.optimizer` is called with the model and `train.lr`, and has to return an optimizer, but {}. Write "
     "`lambda model, lr: torch.optim.Adam(model.parameters(), lr=lr)`; schedules are keys (`lr_schedule.name`), or are stepped in the optimizer's own `step`."
 )
@@ -41,7 +41,7 @@ NO_OPTIMIZER = (
 def refuse_misfit(optimizer: Any) -> None:
     """Raise ConfigError where this is another object than an optimizer, or one whose step needs to compute the loss again."""
     if not callable(getattr(optimizer, "step", None)) or not hasattr(optimizer, "param_groups"):
-        raise ConfigError(NO_OPTIMIZER.format(f"returned {type(optimizer).__name__}"))
+        raise ConfigError(NO_OPTIMIZER_MESSAGE.format(f"returned {type(optimizer).__name__}"))
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
         raise closure_error(optimizer)
@@ -122,10 +122,10 @@ def build_optimizer(spec: OptimizerSpec, model: nn.Module, lr: float) -> torch.o
 def can_skip(optimizer: torch.optim.Optimizer) -> bool:
     """Tell whether a step does nothing but run kernels that take `found_inf`, a tensor that says whether to leave out the update."""
     hooks = {*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()}  # noqa: SLF001
-    return type(optimizer) in _SKIPPING and not hooks - {_begin_momentum} and _is_fused(optimizer)
+    return type(optimizer) in _SKIPPING_CLASSES and not hooks - {_begin_momentum} and _is_fused(optimizer)
 
 
-_SKIPPING = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
+_SKIPPING_CLASSES = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
 """Their own `step`; one of a subclass may do more, also where the kernels leave the update out."""
 
 
@@ -134,7 +134,7 @@ def _is_fused(optimizer: torch.optim.Optimizer) -> bool:
     return bool(supports) and all(options.get("fused") for options in optimizer.param_groups)
 
 
-def begin_momentum(optimizer: torch.optim.Optimizer, *, may_skip: bool) -> None:
+def add_momentum_hook(optimizer: torch.optim.Optimizer, *, may_skip: bool) -> None:
     """Have a fused SGD with momentum be right where its first updates may be skipped, or a weight has its first gradient late.
 
     PyTorch makes its momentum in the first step and leaves the memory as it is if that step is skipped; the next one adds to it. A

@@ -8,8 +8,8 @@ from typing import Literal
 
 import torch
 
-_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
-_AS_IT_IS = nullcontext()
+_DTYPE_BY_NAME = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_NULL_CONTEXT = nullcontext()
 
 
 def set_matmul_precision(precision: str | None) -> None:
@@ -19,7 +19,7 @@ def set_matmul_precision(precision: str | None) -> None:
         torch.backends.cudnn.allow_tf32 = precision != "highest"
 
 
-def describe() -> str:
+def precision_text() -> str:
     """Return a text on the precision of float32 in this process; a recipe may have changed it."""
     try:
         matmul, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
@@ -41,8 +41,8 @@ class Precision:
     def autocast(self) -> AbstractContextManager[object]:
         """Return the context manager for forward and loss."""
         if self.name == "fp32":
-            return _AS_IT_IS
-        return torch.autocast(self.device.type, dtype=_AUTOCAST[self.name])
+            return _NULL_CONTEXT
+        return torch.autocast(self.device.type, dtype=_DTYPE_BY_NAME[self.name])
 
     def make_scaler(self) -> torch.amp.GradScaler | None:
         """Return the loss scaler of fp16; None for the others, which need none."""

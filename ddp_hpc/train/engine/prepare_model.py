@@ -15,7 +15,7 @@ from ddp_hpc.train.data.sample_order import SampleOrder
 from ddp_hpc.train.engine import modes
 from ddp_hpc.train.engine.batch_norm_check import warn_of_single_samples
 from ddp_hpc.train.engine.compiled import compile_model
-from ddp_hpc.train.engine.optimizer import NO_OPTIMIZER, begin_momentum, build_optimizer, refuse_misfit
+from ddp_hpc.train.engine.optimizer import NO_OPTIMIZER_MESSAGE, add_momentum_hook, build_optimizer, refuse_misfit
 from ddp_hpc.train.engine.precision import Precision
 from ddp_hpc.train.process_group import Group
 from ddp_hpc.train.recipe import Recipe
@@ -49,11 +49,11 @@ def initial_state(
     bare.zero_grad()  # the recipe may have called backward while it built the model
     make_optimizer = recipe.optimizer or partial(build_optimizer, spec.optimizer)
     if isinstance(make_optimizer, type) and make_optimizer.__module__.startswith("torch.optim."):
-        raise ConfigError(NO_OPTIMIZER.format(f"is the class {make_optimizer.__name__} itself"))
+        raise ConfigError(NO_OPTIMIZER_MESSAGE.format(f"is the class {make_optimizer.__name__} itself"))
     optimizer = make_optimizer(bare, spec.train.lr)
     refuse_misfit(optimizer)
     scaler = precision.make_scaler()
-    begin_momentum(optimizer, may_skip=scaler is not None or spec.train.on_nonfinite == "skip")
+    add_momentum_hook(optimizer, may_skip=scaler is not None or spec.train.on_nonfinite == "skip")
     return TrainingState(
         model=bare,
         optimizer=optimizer,

@@ -22,7 +22,7 @@ from ddp_hpc.run.run_dir.replays import ReplayRequest
 from ddp_hpc.train.data.sample_order import GlobalBatch, MicroBatch
 from ddp_hpc.train.data.sample_records import StepObserver
 from ddp_hpc.train.engine.training import Training
-from ddp_hpc.train.engine.weighted_loss import loss_of
+from ddp_hpc.train.engine.weighted_loss import compute_loss
 from ddp_hpc.train.recipe import Loss, WeightedLoss
 from ddp_hpc.train.state import digests, rng, training_state
 
@@ -30,7 +30,7 @@ Entry = dict[str, Any]
 """`kind`, `name`, `hash`, and of a tensor `type` and `norm` (of a single number, its value); of a batch, `rows`: a hash of each sample."""
 
 
-def follow_request(t: Training) -> None:
+def set_up_replay(t: Training) -> None:
     """Have the training end where its run directory asks for, if it is that of a replay; otherwise do nothing."""
     request = read_record(t.run.replay_request, ReplayRequest)
     if request is None:
@@ -39,7 +39,7 @@ def follow_request(t: Training) -> None:
     make_directories(path.parent)
     trace = _StepTrace(t, request, open_private(path, "ab", buffering=0))
     if request.trace_from is not None:
-        trace.listen()
+        trace.add_hooks()
     t.after_step = trace.after_step
 
 
@@ -57,10 +57,10 @@ class _StepTrace(StepObserver):
         self._has_begun = False
         self._is_start_checked = False
 
-    def listen(self) -> None:
+    def add_hooks(self) -> None:
         """Listen to the recipe, the model and the optimizer from here on."""
         t = self._t
-        split, loss = partial(self._split, t.recipe.inputs_and_targets), partial(self._loss, t.recipe.loss)
+        split, loss = partial(self._note_inputs, t.recipe.inputs_and_targets), partial(self._note_loss, t.recipe.loss)
         t.recipe = replace(t.recipe, inputs_and_targets=split, loss=loss)
         t.observers.append(self)
         t.state.optimizer.register_step_pre_hook(lambda *_: self._note_gradients("used gradient"))
@@ -118,7 +118,7 @@ class _StepTrace(StepObserver):
 
     # --- in the order of a step ---
 
-    def _split(self, inputs_and_targets: Callable[[Any], tuple[Any, Any]], batch: Any) -> tuple[Any, Any]:
+    def _note_inputs(self, inputs_and_targets: Callable[[Any], tuple[Any, Any]], batch: Any) -> tuple[Any, Any]:
         """Note what a micro batch begins with: the random generators and the samples' content."""
         inputs, targets = inputs_and_targets(batch)
         if not self._is_wanted():
@@ -140,8 +140,8 @@ class _StepTrace(StepObserver):
         if self._is_wanted() and torch.is_grad_enabled():
             self._passed += [_entry("output", f"{name}{more}", one) for more, one in _tensors_in(outputs)]
 
-    def _loss(self, of_recipe: Loss, outputs: Any, targets: Any) -> Any:
-        value, weight = loss_of(of_recipe, outputs, targets)
+    def _note_loss(self, of_recipe: Loss, outputs: Any, targets: Any) -> Any:
+        value, weight = compute_loss(of_recipe, outputs, targets)
         loss = value if weight is None else WeightedLoss(value, weight)
         if self._is_wanted():
             self._passed += [_entry("loss", name, one) for name, one in _tensors_in(loss, "loss")]
@@ -179,7 +179,7 @@ class _StepTrace(StepObserver):
 def _state_entries(t: Training) -> Iterator[Entry]:
     """Yield the state after a step: moments, weights, averages, then what is each rank's own."""
     named = training_state.tensors(t.state)
-    for kind, prefix in _STATE_KINDS.items():
+    for kind, prefix in _PREFIX_BY_STATE_KIND.items():
         for one in named:
             if one.name.startswith(prefix) and not one.name.endswith(_LOSS_METER):
                 yield _entry(kind, one.name.removeprefix(prefix), one.tensor)
@@ -190,7 +190,7 @@ def _state_entries(t: Training) -> Iterator[Entry]:
 
 _LOSS_METER = "/loss_meter"
 """What a rank adds up to log it."""
-_STATE_KINDS = {"moment": "optimizer/", "weight": "model/", "average": "ema/", "of the rank": "rank."}
+_PREFIX_BY_STATE_KIND = {"moment": "optimizer/", "weight": "model/", "average": "ema/", "of the rank": "rank."}
 """What the state holds, with the prefix of its names in a checkpoint; in the order in which one follows from another."""
 
 

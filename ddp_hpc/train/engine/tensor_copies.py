@@ -12,7 +12,7 @@ Place = tuple[nn.Module, str]
 """A module, and the name of a buffer or parameter of it."""
 
 
-class Copied(NamedTuple):
+class CopiedTensor(NamedTuple):
     """A buffer or parameter of a module, and a copy of its value; both are None for a buffer without a value."""
 
     module: nn.Module
@@ -34,7 +34,7 @@ class Copied(NamedTuple):
             return True
         return not torch.equal(now, self.before.to(now.device))  # through `data`, no version counts
 
-    def can_be_chosen(self, device: torch.device) -> bool:
+    def can_restore_where(self, device: torch.device) -> bool:
         """Tell whether each element can come from before or from now, as a tensor on this device says."""
         now, before = self.current_value(), self.before
         if now is None or before is None:
@@ -51,7 +51,7 @@ def places(model: nn.Module) -> Iterator[Place]:
         yield from ((module, name) for name, _ in module.named_parameters(recurse=False))
 
 
-def copy_places(found: Iterable[Place], *, copies_on: torch.device | None = None) -> list[Copied]:
+def copy_places(found: Iterable[Place], *, copies_on: torch.device | None = None) -> list[CopiedTensor]:
     """Copy what is at these places, to another device if one is named."""
     copies = []
     for module, name in found:
@@ -59,12 +59,12 @@ def copy_places(found: Iterable[Place], *, copies_on: torch.device | None = None
         before = None if tensor is None else tensor.detach()
         if before is not None:
             before = before.clone() if copies_on is None else before.to(copies_on, copy=True)
-        copies.append(Copied(module, name, tensor, before, 0 if tensor is None else tensor._version))  # noqa: SLF001
+        copies.append(CopiedTensor(module, name, tensor, before, 0 if tensor is None else tensor._version))  # noqa: SLF001
     return copies
 
 
 @torch.no_grad()
-def restore(found: list[Copied]) -> None:
+def restore(found: list[CopiedTensor]) -> None:
     """Put back what was copied."""
     for module, name, tensor, before, _ in found:
         held = module._parameters if isinstance(tensor, nn.Parameter) else module._buffers  # noqa: SLF001  its own `__setattr__` may refuse
@@ -74,7 +74,7 @@ def restore(found: list[Copied]) -> None:
 
 
 @torch.no_grad()
-def restore_where(found: list[Copied], is_wrong: Tensor) -> None:
+def restore_where(found: list[CopiedTensor], is_wrong: Tensor) -> None:
     """Put back what was copied if a tensor on the device is true; the host does not wait to know."""
     for one in found:
         now = one.current_value()

@@ -13,12 +13,12 @@ from torch import nn
 
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.base.patience import ask_once
-from ddp_hpc.run.checkpoints.past_saves import Past, read_past
+from ddp_hpc.run.checkpoints.past_saves import PastSaves, read_past_saves
 from ddp_hpc.run.run_dir import ownership
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.spec import CheckpointSpec, RunSpec
 from ddp_hpc.train.auto_interval import AutoInterval
-from ddp_hpc.train.compare_replicas import Replicas
+from ddp_hpc.train.compare_replicas import ReplicaCheck
 from ddp_hpc.train.data.loader import LoadedGlobalBatch, load_global_batches
 from ddp_hpc.train.data.sample_order import Position, RankSampler, SampleOrder
 from ddp_hpc.train.data.sample_records import SampleRecorder, StepObserver
@@ -26,7 +26,7 @@ from ddp_hpc.train.engine.compiled import CompiledPasses, PlainPasses
 from ddp_hpc.train.engine.evaluate import Evaluator
 from ddp_hpc.train.engine.nonfinite import LossWatch, UpdateGuard
 from ddp_hpc.train.engine.optimizer import lr_factor, trained_parameters
-from ddp_hpc.train.engine.precision import Precision, describe, set_matmul_precision
+from ddp_hpc.train.engine.precision import Precision, precision_text, set_matmul_precision
 from ddp_hpc.train.engine.prepare_model import initial_state, wrap_model
 from ddp_hpc.train.process_group import Group
 from ddp_hpc.train.recipe import Recipe, did_you_mean_name
@@ -71,7 +71,7 @@ class Training:
     recorder: RunRecorder
     observers: list[StepObserver]
     watchdog: Watchdog
-    replicas: Replicas
+    replicas: ReplicaCheck
     numbers: StepNumbers
     save_plan: SavePlan
     passes: PlainPasses = field(default_factory=PlainPasses)
@@ -158,7 +158,7 @@ def assemble_training(  # noqa: PLR0913  it assembles these parts
     order = _order(spec, recipe, group)
     total_steps = _total_steps(spec, order)
     precision = Precision(spec.train.precision, group.device)
-    log.info("precision %s; %s", precision.name, describe())
+    log.info("precision %s; %s", precision.name, precision_text())
     state = initial_state(spec, recipe, group, order, precision)
     bare, optimizer, on_nonfinite = state.model, state.optimizer, spec.train.on_nonfinite
     phases = phase_timer(spec.profile, run, group, attempt=attempt, next_step=lambda: state.position.step + 1)
@@ -168,7 +168,7 @@ def assemble_training(  # noqa: PLR0913  it assembles these parts
     checkpointer = _checkpointer(spec, run, group, recorder, save_plan, attempt=attempt, stop=stop, watchdog=watchdog)
     checkpointer.check(state)
     every_steps = spec.integrity.every_steps
-    replicas = Replicas(run, group, attempt=attempt, every_steps=every_steps, wait_for_save=checkpointer.wait)
+    replicas = ReplicaCheck(run, group, attempt=attempt, every_steps=every_steps, wait_for_save=checkpointer.wait)
     losses = LossWatch(checkpointer, replicas, state, policy=on_nonfinite)
     trained = set(trained_parameters(optimizer))
     return Training(
@@ -222,7 +222,7 @@ def _checkpointer(  # noqa: PLR0913  it tells these parts of its saves
         before_commit=recorder.flush,
         on_result=on_result,
         on_progress=watchdog.feed,
-        on_buffers=recorder.record_buffers,
+        on_buffers=recorder.record_save_bytes,
         is_stop_asked=partial(stop.is_set, look_at_file=group.rank_info.is_rank_zero),
     )
 
@@ -234,10 +234,10 @@ def _save_plan(  # noqa: PLR0913  what measures needs all of these
 
     def make_auto() -> AutoInterval:
         on_gpu = partial(torch.cuda.synchronize, group.device)
-        read = partial(read_past, run, before=attempt, now=time.time())
+        read = partial(read_past_saves, run, before=attempt, now=time.time())
         return AutoInterval(
             spec,
-            ask_once(run.timeline, read, unknown=Past()),
+            ask_once(run.timeline, read, unknown=PastSaves()),
             phases=phases.times_so_far,
             note=timeline.note_interval,
             wait_for_device=on_gpu if group.device.type == "cuda" else lambda: None,

@@ -26,12 +26,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 Restore = Callable[[], object]
-Keep = Callable[[Any], Restore]
+KeepFunction = Callable[[Any], Restore]
 Children = Iterable[tuple[str, Any]]
 
 MOST_VALUES = 10_000
 """How many values are examined, so that it takes milliseconds."""
-_FLAT = 100
+_FLAT_PER_VALUE = 100
 """So many unchanging values in one container count as one value."""
 MOST_BYTES = 1 << 30
 """Of the copies of tensors and arrays that are no buffers and parameters."""
@@ -45,7 +45,7 @@ class NotKeptError(TypeError):
     """A value that cannot be put back; the text says where it is and of what type."""
 
 
-def state_of(generator: Any) -> Any:
+def generator_state(generator: Any) -> Any:
     """Return the state of a generator: tensors, arrays, numbers and texts in tuples and dicts."""
     if isinstance(generator, torch.Generator):
         return generator.get_state()
@@ -54,8 +54,8 @@ def state_of(generator: Any) -> Any:
     return generator.get_state() if isinstance(generator, np.random.RandomState) else generator.getstate()
 
 
-def set_state(generator: Any, state: Any) -> None:
-    """Set what `state_of` returned."""
+def set_generator_state(generator: Any, state: Any) -> None:
+    """Set what `generator_state` returned."""
     if isinstance(generator, (torch.Generator, np.random.RandomState)):
         generator.set_state(state)
     elif isinstance(generator, np.random.Generator):
@@ -67,18 +67,18 @@ def set_state(generator: Any, state: Any) -> None:
 # --- how a value is put back -----------------------------------------------------------------------------------------
 
 
-def kept_tensor(value: Tensor, *, copies_on: torch.device | None = None) -> Restore:
+def keep_tensor(value: Tensor, *, copies_on: torch.device | None = None) -> Restore:
     """Copy a tensor, where it is or on another device; return what gives it its memory and its numbers of now again."""
-    whole, before, needs_gradient = value.detach(), _memory(value), value.requires_grad
+    whole, before, needs_gradient = value.detach(), _memory_layout(value), value.requires_grad
     part = whole
     if before is not None and 0 in value.stride():  # an expanded one cannot be written as a whole
         part = whole[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in value.stride())]
     copied = part.clone() if copies_on is None else part.to(copies_on, copy=True)
 
     def restore() -> None:
-        if _memory(value) != before:
+        if _memory_layout(value) != before:
             value.data = whole
-        # Its version does not count the copy: `unsaved` takes that of a large tensor for the count of its changes.
+        # Its version does not count the copy: `unsaved_numbers` takes that of a large tensor for the count of its changes.
         with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(part):  # noqa: SLF001
             part.copy_(copied)
         if value.is_leaf and value.requires_grad != needs_gradient:
@@ -87,18 +87,18 @@ def kept_tensor(value: Tensor, *, copies_on: torch.device | None = None) -> Rest
     return restore
 
 
-def _memory(value: Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...]] | None:
+def _memory_layout(value: Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...]] | None:
     """Return which memory a tensor has, and how; None for those without one address (sparse, nested and others)."""
     if value.layout != torch.strided or value.is_nested:
         return None
     return value.data_ptr(), tuple(value.shape), value.stride()
 
 
-def _content(value: Any) -> Restore:
+def _keep_content(value: Any) -> Restore:
     """Keep what an array or a bytearray holds, or the state of a generator."""
     if isinstance(value, GENERATORS):
-        state = state_of(value)
-        return lambda: set_state(value, state)
+        state = generator_state(value)
+        return lambda: set_generator_state(value, state)
     copied, whole = value.copy(), slice(None) if isinstance(value, bytearray) else ...
 
     def restore() -> None:
@@ -107,7 +107,7 @@ def _content(value: Any) -> Restore:
     return restore
 
 
-def refilled(value: Any) -> Restore:
+def keep_items(value: Any) -> Restore:
     """Return what gives a container its content of now again; that itself is as it is then.
 
     What it holds still is not written: another thread may use the container, or the object whose attributes it has.
@@ -136,11 +136,11 @@ def _parts(value: Any) -> list[Any]:
     return [*value, *value.values()] if isinstance(value, dict) else [*value]
 
 
-def _attributes(value: Any) -> Restore:
-    return refilled(vars(value))
+def _keep_attributes(value: Any) -> Restore:
+    return keep_items(vars(value))
 
 
-def _nothing(value: Any) -> Restore:
+def _keep_nothing(value: Any) -> Restore:
     del value
     return lambda: None
 
@@ -148,8 +148,8 @@ def _nothing(value: Any) -> Restore:
 # --- what is in a value ----------------------------------------------------------------------------------------------
 
 
-def _children(value: Any, keep: Keep) -> Children:
-    for name in _PARTS.get(type(value), ()):
+def _children(value: Any, keep: KeepFunction) -> Children:
+    for name in _PARTS_BY_TYPE.get(type(value), ()):
         yield f".{name}", getattr(value, name)
     if isinstance(value, dict):
         for key, one in value.items():
@@ -160,47 +160,47 @@ def _children(value: Any, keep: Keep) -> Children:
         yield from ((f"[{number}]", one) for number, one in enumerate(value))
     elif isinstance(value, weakref.ref):
         yield "()", value()
-    elif keep is _attributes or isinstance(value, Tensor):
+    elif keep is _keep_attributes or isinstance(value, Tensor):
         yield from ((f".{key}", one) for key, one in vars(value).items())
 
 
-_METHODS = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
-_PARTS: dict[type, Sequence[str]] = {
-    **dict.fromkeys(_METHODS, ("__self__",)),
+_METHOD_TYPES = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
+_PARTS_BY_TYPE: dict[type, Sequence[str]] = {
+    **dict.fromkeys(_METHOD_TYPES, ("__self__",)),
     defaultdict: ("default_factory",),
     functools.partial: ("func", "args", "keywords"),
 }
 """By its exact type: attributes of a value that `vars` does not have."""
-_TYPES: dict[type, Keep] = {
-    **dict.fromkeys((dict, OrderedDict, Counter, defaultdict, list, set, deque), refilled),
-    **dict.fromkeys((tuple, frozenset, weakref.ref, *_METHODS), _nothing),
-    **dict.fromkeys((bytearray, *GENERATORS), _content),
-    **dict.fromkeys((types.SimpleNamespace, functools.partial), _attributes),
+_KEEP_BY_TYPE: dict[type, KeepFunction] = {
+    **dict.fromkeys((dict, OrderedDict, Counter, defaultdict, list, set, deque), keep_items),
+    **dict.fromkeys((tuple, frozenset, weakref.ref, *_METHOD_TYPES), _keep_nothing),
+    **dict.fromkeys((bytearray, *GENERATORS), _keep_content),
+    **dict.fromkeys((types.SimpleNamespace, functools.partial), _keep_attributes),
 }
 """By its exact type: how a value is put back."""
 
-_TIMES = (dt.date, dt.datetime, dt.time, dt.timedelta, dt.timezone)
-WITHOUT_CONTENT = (
-    *(*_TIMES, Decimal, Fraction, UUID, range, slice, re.Pattern),
+_TIME_TYPES = (dt.date, dt.datetime, dt.time, dt.timedelta, dt.timezone)
+CONTENTLESS_TYPES = (
+    *(*_TIME_TYPES, Decimal, Fraction, UUID, range, slice, re.Pattern),
     *(torch.dtype, torch.device, Enum, PurePath),
 )
 """Types of values that never change, but may give place to others."""
-_CONSTANT = frozenset({
+_CONSTANTS = frozenset({
     *(bool, int, float, complex, str, bytes, type(None), type(...), type(NotImplemented), object),
-    *(torch.Size, torch.layout, torch.memory_format, torch.finfo, torch.iinfo, *WITHOUT_CONTENT),
+    *(torch.Size, torch.layout, torch.memory_format, torch.finfo, torch.iinfo, *CONTENTLESS_TYPES),
     *(types.FunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, np.ufunc),
     *(type(threading.Lock()), type(threading.RLock()), torch.jit.ScriptFunction),
 })  # fmt: skip
 """Types of values that need no keeping."""
-_OF_LIBRARIES = (logging.Logger, np.generic, np.dtype, dist.ProcessGroup, torch.Stream)
-_ALSO_CONSTANT = (type, types.ModuleType, *_OF_LIBRARIES, *WITHOUT_CONTENT)
+_LIBRARY_TYPES = (logging.Logger, np.generic, np.dtype, dist.ProcessGroup, torch.Stream)
+_CONSTANT_BASES = (type, types.ModuleType, *_LIBRARY_TYPES, *CONTENTLESS_TYPES)
 """Their subclasses need none either."""
-_NUMBERS_AND_TEXTS = (int, float, complex, str, bytes)
-_NOT_THE_MODELS = ("ddp_hpc.train.", "torch._dynamo.", "torch._C", "torch.jit.", "torch.fx.")
+_NUMBER_AND_TEXT_TYPES = (int, float, complex, str, bytes)
+_SKIP_MODULES = ("ddp_hpc.train.", "torch._dynamo.", "torch._C", "torch.jit.", "torch.fx.")
 """Modules of Python whose objects a hook or a compiled model may hold, but which are no part of what it computes with."""
 
 
-class ToKeep:
+class ValuesToKeep:
     """A walk through values, which copies nothing and finds what is to be kept."""
 
     def __init__(self, registered: Iterable[object], refused: list[str] | None = None) -> None:
@@ -210,7 +210,7 @@ class ToKeep:
         """
         self._refused = refused
         self._seen: dict[int, object] = {id(one): one for one in registered}
-        self._found: list[tuple[Keep, Any]] = []
+        self._found: list[tuple[KeepFunction, Any]] = []
         self._num_values = 0
         self._num_bytes = 0
 
@@ -220,7 +220,7 @@ class ToKeep:
 
     def add_holder(self, holder: Any, place: str, *, without: Iterable[str]) -> None:
         """Examine the attributes of a module or a function, except those in `without`."""
-        self._found.append((_attributes, holder))
+        self._found.append((_keep_attributes, holder))
         for key, one in vars(holder).items():
             if key not in without:
                 self.add(one, f"{place}.{key}")
@@ -231,33 +231,33 @@ class ToKeep:
         if self._num_values > MOST_VALUES or is_constant(kind) or id(value) in self._seen:
             return
         self._seen[id(value)] = value
-        keep = self._find_way(value, kind, place)
+        keep = self._find_keep_function(value, kind, place)
         if keep is None:  # refused: nobody knows what is in it
             return
-        if keep is not _nothing:
+        if keep is not _keep_nothing:
             self._found.append((keep, value))
         if depth == _DEEPEST:
             self._refuse(f"`{place}` is in more than {_DEEPEST} other values")
             return
         if _is_flat(value, kind):
-            self._has_counted(len(value) // _FLAT, place)
+            self._count_within_limit(len(value) // _FLAT_PER_VALUE, place)
             return
         for name, one in _children(value, keep):
-            if not self._has_counted(1, place):
+            if not self._count_within_limit(1, place):
                 return
             self.add(one, place + name, depth + 1)
 
-    def _find_way(self, value: Any, kind: type, place: str) -> Keep | None:
-        if kind in _TYPES:
-            return _TYPES[kind]
+    def _find_keep_function(self, value: Any, kind: type, place: str) -> KeepFunction | None:
+        if kind in _KEEP_BY_TYPE:
+            return _KEEP_BY_TYPE[kind]
         if issubclass(kind, tuple) and not hasattr(value, "__dict__"):
-            return _nothing
+            return _keep_nothing
         if kind in (Tensor, nn.Parameter):
-            return kept_tensor if self._has_room(value.numel() * value.element_size(), place) else _nothing
+            return keep_tensor if self._has_room(value.numel() * value.element_size(), place) else _keep_nothing
         if kind is np.ndarray and not value.dtype.hasobject:
-            return _content if value.flags.writeable and self._has_room(value.nbytes, place) else _nothing
+            return _keep_content if value.flags.writeable and self._has_room(value.nbytes, place) else _keep_nothing
         if _is_plain(kind):
-            return _attributes
+            return _keep_attributes
         self._refuse(f"`{place}` is of the type {kind.__name__}")
         return None
 
@@ -266,7 +266,7 @@ class ToKeep:
             raise NotKeptError(what)
         self._refused.append(what)
 
-    def _has_counted(self, num: int, place: str) -> bool:
+    def _count_within_limit(self, num: int, place: str) -> bool:
         self._num_values += num
         if self._num_values - num <= MOST_VALUES < self._num_values:  # said once
             self._refuse(f"there are too many values up to `{place}` (at most {MOST_VALUES} are examined)")
@@ -284,18 +284,18 @@ class ToKeep:
 
 def is_constant(kind: type) -> bool:
     """Tell whether values of a type need no keeping."""
-    if kind in _TYPES:
+    if kind in _KEEP_BY_TYPE:
         return False
-    if kind in _CONSTANT or issubclass(kind, _ALSO_CONSTANT) or kind.__module__.startswith(_NOT_THE_MODELS):
+    if kind in _CONSTANTS or issubclass(kind, _CONSTANT_BASES) or kind.__module__.startswith(_SKIP_MODULES):
         return True
-    return issubclass(kind, _NUMBERS_AND_TEXTS) and not kind.__dictoffset__
+    return issubclass(kind, _NUMBER_AND_TEXT_TYPES) and not kind.__dictoffset__
 
 
 def _is_flat(value: Any, kind: type) -> bool:
     """Tell whether a container has nothing that can change: fast, as vocabularies are large."""
     if kind in (dict, OrderedDict, Counter):
-        return {*map(type, value), *map(type, value.values())} <= _CONSTANT
-    return kind in (list, tuple, set, frozenset, deque) and {*map(type, value)} <= _CONSTANT
+        return {*map(type, value), *map(type, value.values())} <= _CONSTANTS
+    return kind in (list, tuple, set, frozenset, deque) and {*map(type, value)} <= _CONSTANTS
 
 
 class _Plain:

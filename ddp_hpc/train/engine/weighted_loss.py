@@ -19,27 +19,27 @@ from ddp_hpc.train.recipe import Loss, WeightedLoss
 
 log = logging.getLogger(__name__)
 
-_OF_CLASSES = {nn.CrossEntropyLoss, nn.NLLLoss}
+_CLASS_WEIGHT_LOSSES = {nn.CrossEntropyLoss, nn.NLLLoss}
 _MOST_PARTS = 16
 _TOLERANCE = 1e-3
-_ADVICE = "So loss, gradients and evaluation depend on `train.micro_batch_size`, `eval.batch_size` and the number of workers. "
-_NO_MEAN = (
+_EFFECT_TEXT = "So loss, gradients and evaluation depend on `train.micro_batch_size`, `eval.batch_size` and the number of workers. "
+_NO_MEAN_MESSAGE = (
     "`Recipe.loss` is not a mean over samples: it gives %s for %d samples together, and %s on average for these in %d parts. "
-    f"{_ADVICE}With class weights, `ignore_index` or a mask, return a `WeightedLoss` from it, the sum over the samples and what to divide it by: "
+    f"{_EFFECT_TEXT}With class weights, `ignore_index` or a mask, return a `WeightedLoss` from it, the sum over the samples and what to divide it by: "
     'see "A loss with weights" in docs/recipes.md. If it compares samples with each other, keep these settings as they are.'
 )
-_NO_SUM = (
+_NO_SUM_MESSAGE = (
     "`Recipe.loss` returns a `WeightedLoss` that is not a sum with its weight: it gives %s for %d samples in one call, but %s in all if they come in %d calls. "
-    f'{_ADVICE}Return the sum over the samples (`reduction="sum"`), and what to divide it by.'
+    f'{_EFFECT_TEXT}Return the sum over the samples (`reduction="sum"`), and what to divide it by.'
 )
 
 
-def loss_of(loss: Loss, outputs: Any, targets: Any) -> tuple[Tensor, Tensor | None]:
+def compute_loss(loss: Loss, outputs: Any, targets: Any) -> tuple[Tensor, Tensor | None]:
     """Call `Recipe.loss`; return a mean and None, or a sum and its weight, in float64.
 
     PyTorch's losses with class weights return a sum over the weights in it, so their sum and weight are taken apart here.
     """
-    is_of_classes = type(loss) in _OF_CLASSES and isinstance(targets, Tensor)
+    is_of_classes = type(loss) in _CLASS_WEIGHT_LOSSES and isinstance(targets, Tensor)
     if is_of_classes and (classes := cast("nn.NLLLoss", loss)).reduction == "mean" and classes.weight is not None:
         summed = copy(classes)
         summed.reduction = "sum"
@@ -97,26 +97,26 @@ def warn_of_no_mean(loss: Loss, outputs: Any, targets: Any, num_parts: int) -> N
         map_leaves((outputs, targets), lambda leaf: sizes.update(leaf.shape[:1]))
         (num,) = sizes
         ends = [number * num // num_parts for number in range(num_parts + 1)]
-        whole, again = (_share(loss, outputs, targets, slice(0, num), num) for _ in range(2))
-        parts = torch.stack([_share(loss, outputs, targets, slice(*one), num) for one in pairwise(ends)])
+        whole, again = (_loss_share(loss, outputs, targets, slice(0, num), num) for _ in range(2))
+        parts = torch.stack([_loss_share(loss, outputs, targets, slice(*one), num) for one in pairwise(ends)])
         is_sum = (parts.sum(0) - whole).abs() <= _TOLERANCE * parts.abs().sum(0)
         if torch.equal(whole, again) and not is_sum.all():  # a loss that draws random numbers differs in each call
-            text = _NO_MEAN if len(whole) == 1 else _NO_SUM
-            log.warning(text, _shown(whole), num, _shown(parts.sum(0)), num_parts)
+            text = _NO_MEAN_MESSAGE if len(whole) == 1 else _NO_SUM_MESSAGE
+            log.warning(text, _numbers_text(whole), num, _numbers_text(parts.sum(0)), num_parts)
 
 
-def _share(loss: Loss, outputs: Any, targets: Any, rows: slice, num: int) -> Tensor:
+def _loss_share(loss: Loss, outputs: Any, targets: Any, rows: slice, num: int) -> Tensor:
     """Return what the loss of some of `num` samples adds to that of all: a part of the mean, or a sum and its weight."""
 
     def taken(leaf: Tensor) -> Tensor:
         part = leaf[rows] if leaf.dim() else leaf
         return part.to(torch.float32 if part.dtype in (torch.float16, torch.bfloat16) else part.dtype, copy=True)
 
-    value, weight = loss_of(loss, *map_leaves((outputs, targets), taken))
+    value, weight = compute_loss(loss, *map_leaves((outputs, targets), taken))
     if weight is None:
         return torch.stack([value.double() * (rows.stop - rows.start) / num])
     return torch.stack([value.double(), weight])
 
 
-def _shown(found: Tensor) -> str:
+def _numbers_text(found: Tensor) -> str:
     return " and ".join(f"{one:.4g}" for one in found.tolist())

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.data import Dataset, TensorDataset
 
-from ddp_hpc.train.recipes.images import Images, ImagesWanted
+from ddp_hpc.train.recipes.images import ImagesWanted, LoadedImages
 
 FILE = Path(__file__).with_name("digits.npz")
 MEAN, STD = 0.305, 0.376
@@ -19,7 +19,7 @@ HELD_OUT_EVERY = 5
 """Samples 0, 5, 10, ... are held out: 360 of 1797, by the same writers as the others."""
 
 
-def load(wanted: ImagesWanted) -> Images:
+def load(wanted: ImagesWanted) -> LoadedImages:
     """Return the digits as TensorDatasets, from which the loader takes a whole micro batch at once."""
     with np.load(FILE) as archive:
         images = torch.from_numpy(archive["images"]).unsqueeze(1).float() / 16

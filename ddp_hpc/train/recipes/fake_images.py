@@ -7,10 +7,10 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.data import Dataset
 
-from ddp_hpc.train.recipes.images import Images, ImagesWanted
+from ddp_hpc.train.recipes.images import ImagesWanted, LoadedImages
 
 
-def load(wanted: ImagesWanted) -> Images:
+def load(wanted: ImagesWanted) -> LoadedImages:
     """Return training images, and a quarter as many held-out images."""
     num_classes = wanted.num_classes or 10
     patterns = torch.randn(num_classes, wanted.channels, 4, 4, generator=torch.Generator().manual_seed(0))

@@ -15,10 +15,10 @@ from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.train.recipe import Recipe, did_you_mean_name, require
 from ddp_hpc.train.recipes import digits, fake_images
 from ddp_hpc.train.recipes import torchvision_sets as tv
-from ddp_hpc.train.recipes.images import Images, ImagesWanted, check_counts
+from ddp_hpc.train.recipes.images import ImagesWanted, LoadedImages, check_counts
 from ddp_hpc.train.recipes.mini_resnet import MiniResNet
 
-IMAGE_SETS: Mapping[str, tuple[Callable[[ImagesWanted], Images], ImagesWanted]] = {
+IMAGE_SETS: Mapping[str, tuple[Callable[[ImagesWanted], LoadedImages], ImagesWanted]] = {
     "digits": (digits.load, ImagesWanted(channels=1, image_size=8)),
     "fake": (fake_images.load, ImagesWanted(channels=3, image_size=32)),
     "mnist": (partial(tv.load, tv.MNIST), ImagesWanted(channels=1, image_size=28, augment=True)),

@@ -31,7 +31,7 @@ class ImagesWanted:
         require(isinstance(self.data_dir, str), "recipe.args.data_dir", self.data_dir, "the path of a directory")
 
 
-Images = tuple[Dataset[Any], Dataset[Any], int]
+LoadedImages = tuple[Dataset[Any], Dataset[Any], int]
 """Training and held-out pairs of a float tensor (channels, height, width) and a class; and how many classes there are."""
 
 

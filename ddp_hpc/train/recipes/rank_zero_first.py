@@ -28,20 +28,20 @@ def rank_zero_first(make: Callable[[bool], T]) -> T:
         return make(True)
     group = dist.new_group(backend="gloo", timeout=timedelta(days=2))  # the watchdog ends a wait that lasts too long
     if dist.get_rank() != 0:
-        if failure := _broadcast("", group):
+        if failure := _share_failure("", group):
             raise ConfigError(failure)
         return make(False)
     try:
         made = make(True)
     except Exception as error:
         failure = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
-        _broadcast(failure, group)  # otherwise the others would wait until they time out
+        _share_failure(failure, group)  # otherwise the others would wait until they time out
         raise ConfigError(failure) from error
-    _broadcast("", group)
+    _share_failure("", group)
     return made
 
 
-def _broadcast(failure: str, group: Any) -> str:
+def _share_failure(failure: str, group: Any) -> str:
     """Return what rank zero passes on every rank of a group, which ends then; empty: it has not failed."""
     # As bytes: PyTorch's own broadcast of objects unpickles what it receives, which may run code:
     # https://pytorch.org/docs/stable/distributed.html#collective-functions

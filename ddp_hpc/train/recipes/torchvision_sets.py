@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.run.config.fill_paths import refuse_unknown_home
-from ddp_hpc.train.recipes.images import Images, ImagesWanted
+from ddp_hpc.train.recipes.images import ImagesWanted, LoadedImages
 from ddp_hpc.train.recipes.rank_zero_first import rank_zero_first
 
 
@@ -32,7 +32,7 @@ class TorchvisionSet(NamedTuple):
     """A mirror image is of the same class."""
 
 
-def load(source: TorchvisionSet, wanted: ImagesWanted) -> Images:
+def load(source: TorchvisionSet, wanted: ImagesWanted) -> LoadedImages:
     """Open a set; rank zero goes first, and downloads or unpacks it if necessary."""
     need_torchvision(f"`recipe.args.dataset` is {source.name!r}")
     refuse_unknown_home(wanted.data_dir, f"`recipe.args.data_dir` is {wanted.data_dir!r}")

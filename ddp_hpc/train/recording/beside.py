@@ -19,10 +19,10 @@ from ddp_hpc.train.recording.recorders import Ending, identity_of
 
 log = logging.getLogger(__name__)
 
-PATIENCE_S: Mapping[Ending, float] = {"finished": 20.0, "stopped": 5.0, "failed": 1.0}
+WAIT_S_BY_ENDING: Mapping[Ending, float] = {"finished": 20.0, "stopped": 5.0, "failed": 1.0}
 """How long the recorders may take to send the rest. A job that is preempted has little time, and after a failure the other nodes wait."""
-_FOLLOWER = (sys.executable, "-m", "ddp_hpc.train.recording.follower")
-_UPLOAD = " With `WANDB_MODE=online`, `wandb sync` uploads what W&B has written to its files only."
+_FOLLOWER_ARGV = (sys.executable, "-m", "ddp_hpc.train.recording.follower")
+_UPLOAD_ADVICE = " With `WANDB_MODE=online`, `wandb sync` uploads what W&B has written to its files only."
 _REAP_S = 1.0
 """A killed process that waits for a disk is gone only when the disk answers."""
 
@@ -53,7 +53,7 @@ class Followers:
     def _start(self, name: RecorderName) -> subprocess.Popen[bytes]:
         path = self._run.recorder_log(self._attempt, name)
         make_directories(path.parent)
-        argv = [*_FOLLOWER, str(self._run.path), name, f"--parent={os.getpid()}"]
+        argv = [*_FOLLOWER_ARGV, str(self._run.path), name, f"--parent={os.getpid()}"]
         # Slurm sends a stop signal to all processes of a step: blocked until the new process ignores it. Its session is its
         # own, so that what it has started can be ended with it.
         with open_private(path, "ab") as output, processes.all_signals_blocked():
@@ -61,7 +61,7 @@ class Followers:
 
     def close(self, ending: Ending) -> None:
         """Have all send the rest, wait for them within the bound, and kill those that still run, with what they started."""
-        until = time.monotonic() + PATIENCE_S[ending]
+        until = time.monotonic() + WAIT_S_BY_ENDING[ending]
         for process in self._processes.values():
             with suppress(OSError):  # it has ended before
                 os.write(process.stdin.fileno(), f"{ending}\n".encode())  # type: ignore[union-attr]  # a pipe
@@ -73,10 +73,10 @@ class Followers:
                     "the recorder %r has not sent all numbers%s; %s may say why. All are in metrics.jsonl. The next attempt of the run "
                     "sends them, or, after the run, `%s`.%s",
                     name,
-                    f" within {PATIENCE_S[ending]:.0f} s" if process.returncode is None else "",
+                    f" within {WAIT_S_BY_ENDING[ending]:.0f} s" if process.returncode is None else "",
                     self._run.recorder_log(self._attempt, name),
-                    shlex.join([*_FOLLOWER, str(self._run.path), name]),
-                    _UPLOAD if name == "wandb" else "",
+                    shlex.join([*_FOLLOWER_ARGV, str(self._run.path), name]),
+                    _UPLOAD_ADVICE if name == "wandb" else "",
                 )
             processes.kill([-process.pid])  # its whole process group
             with suppress(subprocess.TimeoutExpired):

@@ -22,23 +22,23 @@ from pathlib import Path
 from typing import Any, cast
 
 from ddp_hpc.base import processes
-from ddp_hpc.base.discretion import is_key_shown, masked, masked_record, secret_values
+from ddp_hpc.base.discretion import is_key_shown, mask_record, mask_secrets, secret_values
 from ddp_hpc.base.durable import make_directories, reader_bits
 from ddp_hpc.run.config.resolve import flat_spec, load_resolved
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.poll_files import Tail
-from ddp_hpc.train.recording.recorders import BACK_ENDS, Ending, Recorder, Subject, identity_of, row_of
+from ddp_hpc.train.recording.recorders import BACK_ENDS, Ending, RecordedRun, Recorder, identity_of, row_of
 from ddp_hpc.train.recording.temporary import temporary_folder
 
 log = logging.getLogger(__name__)
 
-LOOK_S = 1.0
+READ_INTERVAL_S = 1.0
 """How often the file is read."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 10.0, 600.0
 """After an error, the next try."""
-QUIET = {"MLFLOW_DISABLE_TELEMETRY": "true", "WANDB_ERROR_REPORTING": "false"}
+QUIET_VARIABLES = {"MLFLOW_DISABLE_TELEMETRY": "true", "WANDB_ERROR_REPORTING": "false"}
 """These libraries report to their makers unless a variable says no; a user's own value stays."""
-FEW_TRIES = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2"}
+RETRY_VARIABLES = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2"}
 """MLflow's own client tries seven times, and sleeps for up to a minute in between: it would miss that its server is back when the
 attempt ends. The tries here do the same, and end their pause then; a user's own value stays."""
 
@@ -65,7 +65,7 @@ def follow(
         if ending or clock() >= not_before:
             try:
                 row = None
-                for row in filter(None, map(row_of, tail.new_lines())):
+                for row in filter(None, map(row_of, tail.new_records())):
                     recorder = recorder or open_recorder()
                     recorder.record(row)
                 if row and recorder:
@@ -81,13 +81,13 @@ def follow(
                 not_before, pause_s = clock() + pause_s, min(2 * pause_s, _LONGEST_PAUSE_S)
                 if ending:
                     return False
-        ending = await_ending(LOOK_S)
+        ending = await_ending(READ_INTERVAL_S)
 
 
 def masked_config(values: Mapping[str, Any], secrets: Sequence[str]) -> dict[str, Any]:
     """Return what a recorder gets of a configuration: no value of a key that may be secret, and no secret in another's text."""
     return cast(
-        "dict[str, Any]", masked_record({key: one for key, one in values.items() if is_key_shown(key, one)}, secrets)
+        "dict[str, Any]", mask_record({key: one for key, one in values.items() if is_key_shown(key, one)}, secrets)
     )
 
 
@@ -147,15 +147,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     spec = load_resolved(run.config, is_patient=True)
     if arguments.parent is None:
         os.environ.update(spec.environ | {"TMPDIR": tempfile.gettempdir()})  # rank zero's process has them by itself
-    for name, value in (QUIET | FEW_TRIES).items():
+    for name, value in (QUIET_VARIABLES | RETRY_VARIABLES).items():
         os.environ.setdefault(name, value)
     os.umask(0o077 & ~reader_bits(run.path))  # what a library writes has the readers of the run's directory
     values = flat_spec(spec)
     secrets = secret_values(values, os.environ)
-    subject = Subject(run=run, id=identity_of(run), config=masked_config(values, secrets), environ=os.environ)
+    subject = RecordedRun(run=run, id=identity_of(run), config=masked_config(values, secrets), environ=os.environ)
 
     def describe(error: Exception) -> str:
-        return masked(
+        return mask_secrets(
             f"the recorder {arguments.recorder!r} raised {type(error).__name__}: {error}".rstrip("."), secrets
         )
 

@@ -11,7 +11,7 @@ from typing import IO, Any
 
 import msgspec
 
-from ddp_hpc.base.durable import MOST_BYTES_OF_LINES, json_line, lines_from_end, name_errors, open_private, record_bytes
+from ddp_hpc.base.durable import MOST_BYTES_OF_LINES, lines_from_end, name_errors, open_private, read_line, record_bytes
 from ddp_hpc.base.patience import await_answer
 from ddp_hpc.run.run_dir import ownership
 from ddp_hpc.run.run_dir.paths import RunDir
@@ -19,7 +19,7 @@ from ddp_hpc.run.run_dir.paths import RunDir
 MOST_WAITING_BYTES = 8 << 20
 """So much is kept in memory while the disk takes nothing: about 60,000 lines."""
 
-_KINDS = frozenset({"train", "eval"})
+_LINE_KINDS = frozenset({"train", "eval"})
 
 
 class MetricsFile:
@@ -37,7 +37,7 @@ class MetricsFile:
 
     def open(self, step: int) -> list[dict[str, Any]]:
         """Move the lines after `step`, whose steps will be repeated, to another file; return the newest of each kind before them."""
-        end, after, newest = await_answer(str(self._run.metrics), lambda: self._split(step))
+        end, after, newest = await_answer(str(self._run.metrics), lambda: self._find_split(step))
         if after:
             ownership.refuse_fenced(self._run, self._attempt)
             with open_private(self._run.superseded_metrics, "ab") as file:  # in case they are never repeated
@@ -57,7 +57,7 @@ class MetricsFile:
             kept = b""
         ownership.replace_record(self._run, self._attempt, self._run.metrics, kept)
 
-    def _split(self, step: int) -> tuple[int | None, list[dict[str, Any]], list[dict[str, Any]]]:
+    def _find_split(self, step: int) -> tuple[int | None, list[dict[str, Any]], list[dict[str, Any]]]:
         """Return where the lines after `step` begin, if there are any, these lines, and the newest ones before them.
 
         Steps grow, so it reads from the end: a long run has a million lines.
@@ -67,16 +67,16 @@ class MetricsFile:
         newest: dict[str, dict[str, Any]] = {}
         with suppress(FileNotFoundError):
             for at, raw in lines_from_end(self._run.metrics):
-                if newest and not any(f'"{kind}"'.encode() in raw for kind in _KINDS - newest.keys()):
+                if newest and not any(f'"{kind}"'.encode() in raw for kind in _LINE_KINDS - newest.keys()):
                     continue
-                line = json_line(raw) if raw.endswith(b"\n") else None
+                line = read_line(raw) if raw.endswith(b"\n") else None
                 at_step = 0 if line is None else line.get("step", 0)
                 if line is not None and (not isinstance(at_step, int) or at_step <= step):
                     newest.setdefault(str(line.get("kind")), line)
                 elif not newest:
                     end = at
                     after += [] if line is None else [line]
-                if newest.keys() >= _KINDS:
+                if newest.keys() >= _LINE_KINDS:
                     break
         return end, after[::-1], [*newest.values()]
 

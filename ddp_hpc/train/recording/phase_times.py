@@ -10,7 +10,7 @@ from ddp_hpc.cluster.slow_ranks.summary import Phases
 PHASES = ("data", "host to device", "forward", "backward", "optimizer", "checkpoint", "evaluation", "other")
 """The phases; the wait for other ranks is part of `backward`. On a GPU these are the times of the host, which runs ahead."""
 
-BEGIN_STEPS = frozenset({"data", "host to device", "forward"})
+STEP_BEGIN_PHASES = frozenset({"data", "host to device", "forward"})
 """The phases with which a step begins. An evaluation and a save come after a step."""
 
 

@@ -8,19 +8,19 @@ import os
 import sys
 from pathlib import Path
 
-from ddp_hpc.base.durable import make_directories, private_mode
+from ddp_hpc.base.durable import make_directories, new_file_mode
 
 _FORMAT = "%(asctime)s %(levelname)s %(message)s"
 
 
-def open_rank_log(path: Path, *, is_rank_zero: bool) -> None:
+def redirect_output(path: Path, *, is_rank_zero: bool) -> None:
     """Redirect all output of this process to `path`; rank zero's log lines also go to the old standard output."""
     make_directories(path.parent)
     handlers: list[logging.Handler] = []
     if is_rank_zero:
         console = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
         handlers.append(logging.StreamHandler(console))
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, private_mode(path))
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, new_file_mode(path))
     # Replace the descriptors, not only Python's objects: C++ (NCCL, gloo, faulthandler) and child processes write to them. What
     # Python still buffers belongs to the old output, so flush it first.
     sys.stdout.flush()

@@ -17,9 +17,9 @@ from typing import Any, Literal, Protocol
 import msgspec
 
 from ddp_hpc.base.durable import read_json, replace_text
-from ddp_hpc.base.names import few
+from ddp_hpc.base.names import shorten_names
 from ddp_hpc.run.run_dir.paths import RunDir
-from ddp_hpc.run.run_dir.records import LINE_FIELDS
+from ddp_hpc.run.run_dir.records import NON_METRIC_FIELDS
 from ddp_hpc.run.spec.training import RecorderName
 
 log = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ def row_of(line: Mapping[str, Any]) -> MetricsRow | None:
         return None
     numbers: dict[str, float] = {}
     for name, value in line.items():
-        if name in LINE_FIELDS:
+        if name in NON_METRIC_FIELDS:
             continue
         if isinstance(value, (int, float)):
             numbers[f"{kind}/{name}"] = float(value)
@@ -69,7 +69,7 @@ _MOST_NAMED = 8
 """So many steps are named in a warning."""
 
 
-class SentSteps:
+class SentNumbers:
     """The numbers that a back end has, where it cannot take one back: the first value of each step counts."""
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ class SentSteps:
         """By step and tag."""
         self._changed: set[int] = set()
 
-    def takes(self, step: int, tag: str, value: float) -> bool:
+    def add_if_new(self, step: int, tag: str, value: float) -> bool:
         """Tell whether a number is new, and take it as sent then; note a step that has come out otherwise than before."""
         if (step, tag) not in self.values:
             self.values[step, tag] = value
@@ -94,7 +94,7 @@ class SentSteps:
             steps = [str(step) for step in sorted(self._changed)]
             log.warning(
                 "steps that were repeated have other values than the first time: %s. This recorder keeps their first values; metrics.jsonl has the new ones.",
-                few(steps, _MOST_NAMED),
+                shorten_names(steps, _MOST_NAMED),
             )
         self._changed = set()
 
@@ -113,7 +113,7 @@ class Recorder(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Subject:
+class RecordedRun:
     """The run that is recorded, and where."""
 
     run: RunDir

@@ -97,7 +97,7 @@ class RunRecorder:
             elif line.get("kind") == "eval":
                 self._known["metrics"] = numbers
 
-    def take_samples(self, position: Position) -> int:
+    def take_num_samples(self, position: Position) -> int:
         """Return how many samples were used since the last call: those of the next line's interval."""
         self._num_taken = self._order.samples_between(self._taken_at, position)
         self._taken_at = position
@@ -171,7 +171,7 @@ class RunRecorder:
         self.timeline.note_duration("save", step, seconds)
         log.info("checkpoint of step %d committed in %.2f s", step, seconds)
 
-    def record_buffers(self, num_bytes: Mapping[str, int]) -> None:
+    def record_save_bytes(self, num_bytes: Mapping[str, int]) -> None:
         """Record how much memory a save takes; the checkpoint writer's thread calls this."""
         self._known["save_bytes"] = dict(num_bytes)
 
@@ -214,7 +214,7 @@ class RunRecorder:
 
     def _write(self, kind: str, position: Position, numbers: Mapping[str, float | None]) -> None:
         record = {"kind": kind, "step": position.step, "epoch": _epoch_of(position), **numbers, "at": time.time()}
-        with self._errors_logged("metrics"):
+        with self._log_errors("metrics"):
             self._file.append(record)
 
     def _write_progress(self, position: Position) -> None:
@@ -229,11 +229,11 @@ class RunRecorder:
             at=time.time(),
             **self._known,
         )
-        with self._errors_logged("progress"), suppress(FencedError):  # the ranks learn of it when they agree to stop
+        with self._log_errors("progress"), suppress(FencedError):  # the ranks learn of it when they agree to stop
             write_progress(self._run, progress)
 
     @contextmanager
-    def _errors_logged(self, what: str) -> Iterator[None]:
+    def _log_errors(self, what: str) -> Iterator[None]:
         """Keep the training running on a full disk, and log the first of the errors in a row."""
         try:
             yield

@@ -40,7 +40,7 @@ class StepNumbers:
         """Note that an earlier attempt took steps of the next line: how many updates it skipped there is not known."""
         self._num_skipped = None
 
-    def take_tokens(self, num_samples: int, add_up: Callable[[Tensor], Tensor]) -> int | None:
+    def take_num_tokens(self, num_samples: int, add_up: Callable[[Tensor], Tensor]) -> int | None:
         """Return the tokens of all ranks since the last call; None where the recipe does not say. All ranks call it.
 
         `num_samples` are those of all ranks since then, `add_up` adds a tensor up over the ranks.
@@ -73,7 +73,7 @@ def gradient_norm(parameters: Sequence[Tensor], scaler: torch.amp.GradScaler | N
     return norm if scaler is None else norm / scaler.get_scale()
 
 
-def skipped_update(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
+def update_skip_flags(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
     """Return, on the device, 1 if the scaler has just skipped the optimizer's update, else 0; to be called before its `update`."""
     # No public way to know it leaves the device alone: https://github.com/pytorch/pytorch/blob/main/torch/amp/grad_scaler.py
     return scaler._found_inf_per_device(optimizer).values()  # noqa: SLF001

@@ -16,11 +16,11 @@ import torch
 from torch.autograd.profiler import profile as AnyProfiler  # noqa: N812  a class
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from ddp_hpc.base.durable import make_directories, private_mode, replace_text
+from ddp_hpc.base.durable import make_directories, new_file_mode, replace_text
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.spec.training import ProfileSpec
 from ddp_hpc.train.process_group import Group
-from ddp_hpc.train.recording.phase_times import BEGIN_STEPS, PhaseTimes
+from ddp_hpc.train.recording.phase_times import STEP_BEGIN_PHASES, PhaseTimes
 
 log = logging.getLogger(__name__)
 
@@ -29,12 +29,7 @@ _MOST_ROWS = 40
 
 
 def phase_timer(
-    spec: ProfileSpec,
-    run: RunDir,
-    group: Group,
-    *,
-    attempt: int,
-    next_step: Callable[[], int],
+    spec: ProfileSpec, run: RunDir, group: Group, *, attempt: int, next_step: Callable[[], int]
 ) -> PhaseTimes:
     """Return what times the phases of this rank; `next_step` says which step the loop is at, from 1 on."""
     rank = group.rank_info.rank
@@ -48,12 +43,7 @@ class StepProfile(PhaseTimes):
     """Times the phases, and has PyTorch's profiler record the chosen steps; one that fails is left alone, and the training goes on."""
 
     def __init__(
-        self,
-        steps: tuple[int, int],
-        trace: Path,
-        table: Path,
-        device: torch.device,
-        next_step: Callable[[], int],
+        self, steps: tuple[int, int], trace: Path, table: Path, device: torch.device, next_step: Callable[[], int]
     ) -> None:
         super().__init__()
         self._first, self._last = steps
@@ -79,45 +69,45 @@ class StepProfile(PhaseTimes):
             self._why_not = "the attempt began behind these steps; set `profile.steps` to later ones"
             self.close()
         elif step >= self._first - 1:
-            self._guarded(lambda: self._follow(step, phase))
+            self._run_guarded(lambda: self._follow(step, phase))
 
     def close(self) -> None:
         """Write what has been recorded, and record no more."""
         if not self._is_over:
             self._is_over = True
-            self._guarded(self._finish)
+            self._run_guarded(self._finish)
 
     def _follow(self, step: int, phase: str) -> None:
         self._prepare()
         # An evaluation and a save come after their step, and belong to it, though the next one is counted already.
-        if step >= self._first and step != self._step and phase in BEGIN_STEPS:
+        if step >= self._first and step != self._step and phase in STEP_BEGIN_PHASES:
             if not self._began_at:
                 _refuse_second_profiler()
                 self._profiler.start_trace()
                 self._began_at = step
-            self._leave(0)
+            self._end_ranges(0)
             self._step = step
-            self._begin(f"step {step}")
+            self._begin_range(f"step {step}")
         if self._began_at:
-            self._leave(1)
-            self._begin(phase)
+            self._end_ranges(1)
+            self._begin_range(phase)
 
     def _finish(self) -> None:
         if not self._began_at:
             log.warning("no profile of steps %d to %d: %s", self._first, self._last, self._why_not)
-        self._leave(0)
+        self._end_ranges(0)
         self._write()
 
-    def _begin(self, name: str) -> None:
+    def _begin_range(self, name: str) -> None:
         one = record_function(name)
         one.__enter__()
         self._ranges.append(one)
 
-    def _leave(self, num_kept: int) -> None:
+    def _end_ranges(self, num_kept: int) -> None:
         while len(self._ranges) > num_kept:
             self._ranges.pop().__exit__(None, None, None)
 
-    def _guarded(self, work: Callable[[], object]) -> None:
+    def _run_guarded(self, work: Callable[[], object]) -> None:
         try:
             work()
         except Exception as error:  # noqa: BLE001  the training matters more
@@ -172,7 +162,7 @@ class StepProfile(PhaseTimes):
         beside = self._trace.with_name(f".{os.getpid()}.{self._trace.name}")
         try:
             profiler.export_chrome_trace(str(beside))
-            beside.chmod(private_mode(self._trace))
+            beside.chmod(new_file_mode(self._trace))
             beside.replace(self._trace)
         finally:
             with suppress(OSError):

@@ -14,9 +14,9 @@ from ddp_hpc.run.run_dir.timeline import Mark, MarkKind, as_line
 from ddp_hpc.train.process_group import Group
 from ddp_hpc.train.recording.phase_times import PhaseTimes
 
-FIRST_PAUSE_S = 2.0
+MIN_PAUSE_S = 2.0
 """The shortest time between two lines on the phases."""
-SHARE = 0.01
+PAUSE_AGE_SHARE = 0.01
 """That time grows with the attempt, to this share of its age, so that a week has about 1,200 lines of 250 bytes."""
 
 
@@ -46,7 +46,7 @@ class Timeline:
     def note_phases(self, step: int, *, now: bool = False) -> None:
         """Note the time in each phase, if it was not noted recently, or `now`."""
         at = time.time()
-        if not now and at - self._looked_at < max(FIRST_PAUSE_S, SHARE * (at - self._began_at)):
+        if not now and at - self._looked_at < max(MIN_PAUSE_S, PAUSE_AGE_SHARE * (at - self._began_at)):
             return
         self._looked_at = at
         so_far = self._phases.times_so_far()

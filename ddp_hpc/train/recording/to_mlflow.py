@@ -15,23 +15,23 @@ from mlflow import MlflowClient
 from mlflow.entities import Metric, Param
 
 from ddp_hpc.base.durable import make_directories, replace_text
-from ddp_hpc.train.recording.recorders import Ending, MetricsRow, SentSteps, Subject
+from ddp_hpc.train.recording.recorders import Ending, MetricsRow, RecordedRun, SentNumbers
 from ddp_hpc.train.recording.temporary import temporary_folder
 
 TAG = "ddp_hpc.id"
 _MOST_METRICS, _MOST_PARAMS, _LONGEST_VALUE, _LONGEST_NAME = 1000, 100, 500, 250
 """What one call of MLflow takes: https://mlflow.org/docs/latest/api_reference/rest-api.html (Request Limits)."""
 _STATUS: Mapping[Ending, str] = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
-_FORBIDDEN = re.compile(r"[^\w./ :-]")
+_FORBIDDEN_CHARS = re.compile(r"[^\w./ :-]")
 
 
-def open_recorder(subject: Subject) -> MLflow:
+def open_recorder(subject: RecordedRun) -> MLflow:
     """Find the run in MLflow, or make it there."""
     uri = subject.environ.get("MLFLOW_TRACKING_URI")
-    return MLflow(subject, MlflowClient(tracking_uri=uri or f"sqlite:///{_database_in(subject.run.mlflow)}"))
+    return MLflow(subject, MlflowClient(tracking_uri=uri or f"sqlite:///{_make_database(subject.run.mlflow)}"))
 
 
-def _database_in(folder: Path) -> Path:
+def _make_database(folder: Path) -> Path:
     """Return the run's own database; make it first.
 
     MLflow makes its tables in many small steps: slow on a shared disk, and killed in between they are never completed. So
@@ -51,14 +51,14 @@ def _database_in(folder: Path) -> Path:
 class MLflow:
     """One run of MLflow."""
 
-    def __init__(self, subject: Subject, client: MlflowClient) -> None:
+    def __init__(self, subject: RecordedRun, client: MlflowClient) -> None:
         self._client = client
-        self._run_id = _run_of(subject, client)
+        self._run_id = _find_run_id(subject, client)
         self._names: dict[str, str] = {}
         """Tag -> the name that MLflow accepts for it."""
         self._asked: set[str] = set()
         """Names of which it is known what MLflow has."""
-        self._sent = SentSteps()
+        self._sent = SentNumbers()
         self._waiting: list[Metric] = []
 
     def record(self, row: MetricsRow) -> None:
@@ -70,7 +70,7 @@ class MLflow:
                 history = self._client.get_metric_history(self._run_id, name)
                 self._sent.values |= {(one.step, name): one.value for one in history}
                 self._asked.add(name)
-            if self._sent.takes(row.step, name, value):
+            if self._sent.add_if_new(row.step, name, value):
                 self._waiting.append(Metric(name, value, int(row.at * 1000), row.step))
         if len(self._waiting) >= _MOST_METRICS:
             self.flush()
@@ -87,7 +87,7 @@ class MLflow:
 
 def accepted_name(tag: str, taken: set[str]) -> str:
     """Return a tag as MLflow accepts it: other characters than it allows become `_`; two tags never get one name."""
-    parts = [part if part.strip(".") else "_" * max(1, len(part)) for part in _FORBIDDEN.sub("_", tag).split("/")]
+    parts = [part if part.strip(".") else "_" * max(1, len(part)) for part in _FORBIDDEN_CHARS.sub("_", tag).split("/")]
     plain = "/".join(parts)[:_LONGEST_NAME]
     name, number = plain, 2
     while name in taken:
@@ -96,7 +96,7 @@ def accepted_name(tag: str, taken: set[str]) -> str:
     return name
 
 
-def _run_of(subject: Subject, client: MlflowClient) -> str:
+def _find_run_id(subject: RecordedRun, client: MlflowClient) -> str:
     """Return the id of the run in MLflow: the one with our tag that is not deleted, else a new one."""
     name = subject.environ.get("MLFLOW_EXPERIMENT_NAME") or "ddp_hpc"
     experiment = client.get_experiment_by_name(name)
@@ -114,7 +114,7 @@ def _run_of(subject: Subject, client: MlflowClient) -> str:
         tags = {TAG: subject.id, "ddp_hpc.path": str(subject.run.path)}
         run_id, known = str(client.create_run(experiment_id, run_name=subject.run.name, tags=tags).info.run_id), {}
     params = [
-        Param(_FORBIDDEN.sub("_", key)[:_LONGEST_NAME], str(value)[:_LONGEST_VALUE])
+        Param(_FORBIDDEN_CHARS.sub("_", key)[:_LONGEST_NAME], str(value)[:_LONGEST_VALUE])
         for key, value in subject.config.items()
     ]
     params = [one for one in params if one.key not in known]  # MLflow never changes one

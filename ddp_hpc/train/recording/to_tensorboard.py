@@ -17,7 +17,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from ddp_hpc.base.durable import make_directories, open_private
-from ddp_hpc.train.recording.recorders import Ending, MetricsRow, Subject
+from ddp_hpc.train.recording.recorders import Ending, MetricsRow, RecordedRun
 
 FOLDER = "ddp_hpc"
 """Below `tensorboard/`, where a recipe may write event files itself."""
@@ -25,7 +25,7 @@ _VERSION = "brain.Event:2"
 """What the first event of a file must say: https://github.com/tensorflow/tensorboard, `event_file_writer.py`."""
 
 
-def open_recorder(subject: Subject) -> TensorBoard:
+def open_recorder(subject: RecordedRun) -> TensorBoard:
     """Begin a new event file."""
     return TensorBoard(subject.run.tensorboard / FOLDER)
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import wandb
 from wandb.proto.wandb_internal_pb2 import Record
 
-from ddp_hpc.train.recording.recorders import Ending, MetricsRow, SentSteps, Subject
+from ddp_hpc.train.recording.recorders import Ending, MetricsRow, RecordedRun, SentNumbers
 
 _HEADER = b":W&B\xe1\xbe\x00"
 """Mark, magic number and version of the only format that there has been."""
@@ -31,17 +31,17 @@ _FLUSH_S = 1.0
 class WandB:
     """One run of W&B, which begins with the first new number."""
 
-    def __init__(self, subject: Subject) -> None:
+    def __init__(self, subject: RecordedRun) -> None:
         self._subject = subject
         self._folder = Path(subject.environ.get("WANDB_DIR") or subject.run.path)
-        self._sent = SentSteps()
+        self._sent = SentNumbers()
         for path in sorted(self._folder.glob(f"wandb/*run-*-{subject.id}/run-{subject.id}.wandb")):
-            self._sent.values |= parse_recorded_numbers(path.read_bytes(), str(path))
+            self._sent.values |= parse_wandb_numbers(path.read_bytes(), str(path))
         self._run: wandb.Run | None = None
 
     def record(self, row: MetricsRow) -> None:
         """Add a row. W&B writes all numbers of a step together, once it gets those of a later step, or is closed."""
-        new = {tag: value for tag, value in row.numbers.items() if self._sent.takes(row.step, tag, value)}
+        new = {tag: value for tag, value in row.numbers.items() if self._sent.add_if_new(row.step, tag, value)}
         if new:
             self._run = self._run or self._begin()
             self._run.log(new, step=row.step)
@@ -85,7 +85,7 @@ class WandB:
 open_recorder = WandB
 
 
-def parse_recorded_numbers(data: bytes, name: str) -> dict[tuple[int, str], float]:
+def parse_wandb_numbers(data: bytes, name: str) -> dict[tuple[int, str], float]:
     """Return by step and tag the numbers in one of W&B's files, as far as it was written."""
     if data and not data.startswith(_HEADER):
         raise ValueError(

@@ -36,10 +36,10 @@ from ddp_hpc.run.checkpoints import checkpoint_names, checkpoint_store, shards
 from ddp_hpc.run.checkpoints.checkpoint_store import Manifest
 from ddp_hpc.run.checkpoints.shards import ShardRecord
 from ddp_hpc.run.run_dir.paths import RunDir
-from ddp_hpc.run.run_dir.records import memory_text
+from ddp_hpc.run.run_dir.records import save_memory_text
 from ddp_hpc.run.spec import CheckpointSpec
 from ddp_hpc.train import unsaved
-from ddp_hpc.train.process_group import Group, select_device
+from ddp_hpc.train.process_group import Group, set_cuda_device
 from ddp_hpc.train.state import digests, round_trip, training_state
 from ddp_hpc.train.state.optimizer_state import KeptByOptimizer, SavedTensor
 from ddp_hpc.train.state.restore import Restorer, without_garbage_collection
@@ -52,7 +52,7 @@ log = logging.getLogger(__name__)
 _CHECK_S = 1.0
 """How often the main thread, while it waits for the writer's thread, checks whether that makes progress."""
 
-_COMPARABLE = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
+_FINITE_CHECK_DTYPES = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
 
 
 def partition_tensors(named: Sequence[NamedTensor], *, rank: int, world_size: int) -> list[NamedTensor]:
@@ -102,7 +102,7 @@ class Checkpointer:
     _made: dict[str, dict[str, SavedTensor]] | None = None
     """Names and shapes of what the model saves, as they were before any forward; None where that was not asked."""
     _is_checked_again: bool = False
-    _watch: unsaved.Watch | None = None
+    _watch: unsaved.UnsavedWatch | None = None
     """On rank zero."""
     _num_saves: int = 0
     _committed_at: float = field(default_factory=time.time)
@@ -116,14 +116,14 @@ class Checkpointer:
         self._buffers = SaveBuffers(self.group.device)
         # One thread for all saves, not one for each: a process that is forked (as data loader workers are) while a thread starts
         # or ends can hang in CPython's fork.
-        select = partial(select_device, self.group.device)
+        select = partial(set_cuda_device, self.group.device)
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint-writer", initializer=select)
 
     def check(self, state: TrainingState) -> None:
         """Find out before the first step whether `state` can be saved and restored."""
         training_state.check(state)
         round_trip.check_loading(state)
-        self._made = training_state.saved_shapes(state)
+        self._made = training_state.shapes_to_save(state)
 
     def check_after_first_step(self, state: TrainingState, *, will_save: bool = True) -> None:
         """When this is called for the first time, do `check_again`, and have the writer's thread make the buffers; nothing later."""
@@ -142,14 +142,14 @@ class Checkpointer:
     def watch(self, state: TrainingState, **functions: object) -> None:
         """Note, before the first forward, what no checkpoint holds of the model, the optimizer and these functions, to name it if the training changes it."""
         if self.group.rank_info.is_rank_zero:
-            self._watch = unsaved.Watch(state.model, state.optimizer, **functions)
+            self._watch = unsaved.UnsavedWatch(state.model, state.optimizer, **functions)
 
     def _compare_between_ranks(self, state: TrainingState) -> None:
         """Find out whether all ranks have what rank zero alone saves."""
         rank_info = self.group.rank_info
         if rank_info.world_size == 1:
             return
-        mine = round_trip.of_all_ranks(state)
+        mine = round_trip.digests_to_compare(state)
         if len({*self.group.gather_digests(digests.combined_digest(mine))}) == 1:
             return
         reports = self.group.gather_on_rank_zero(mine)
@@ -185,7 +185,7 @@ class Checkpointer:
         Tensors that have infinities from the start, such as attention masks, are not checked.
         """
         named = {f"model/{name}": one for name, one in model.state_dict().items() if isinstance(one, Tensor)}
-        watched = {name: one for name, one in named.items() if one.dtype in _COMPARABLE and one.numel()}
+        watched = {name: one for name, one in named.items() if one.dtype in _FINITE_CHECK_DTYPES and one.numel()}
         if watched:
             are_finite = torch.stack([one.isfinite().all() for one in watched.values()]).tolist()
             self._watched = frozenset(name for name, is_finite in zip(watched, are_finite, strict=True) if is_finite)
@@ -284,7 +284,7 @@ class Checkpointer:
 
     def _make_buffers(self, mine: Sequence[NamedTensor]) -> None:
         self._buffers.prepare(mine)
-        log.info("a save takes %s", memory_text(self._buffers.memory))
+        log.info("a save takes %s", save_memory_text(self._buffers.memory))
         self.on_buffers(self._buffers.memory)
 
     def _key(self, step: int | None, name: str) -> str:
@@ -304,12 +304,12 @@ class Checkpointer:
         own_key = self._key(manifest.step, "outcome" if rank_info.is_rank_zero else str(rank_info.rank))
         send_heartbeat = partial(self._send_heartbeat, own_key)
         try:
-            checkpoint_store.make_uncommitted(self.run, manifest.step, self.attempt)
+            checkpoint_store.make_uncommitted_dir(self.run, manifest.step, self.attempt)
             if losses and not torch.hstack([*losses]).isfinite().all().item():  # one wait for the device
                 raise CheckpointError("the loss of this step is not finite")  # noqa: TRY301  reported below, as all others
             shard = checkpoint_store.write_shard(
                 uncommitted / checkpoint_store.shard_name(rank_info.rank, rank_info.world_size),
-                self._buffers.parts(self._watched),
+                self._buffers.shard_parts(self._watched),
                 size=self._buffers.size,
                 on_progress=send_heartbeat,
             )
@@ -324,7 +324,7 @@ class Checkpointer:
         others = [self._key(manifest.step, str(rank)) for rank in range(1, rank_info.world_size)]
         try:
             reports = [report, *(json.loads(store.take(key, on_heartbeat=send_heartbeat)) for key in others)]
-            shards = tuple(_shard_of(item, manifest.step) for item in reports)
+            shards = tuple(_parse_report(item, manifest.step) for item in reports)
             self.before_commit()
             checkpoint_store.commit_checkpoint(self.run, uncommitted, replace(manifest, shards=shards))
             message = self._why_not_read_back(manifest.step, send_heartbeat)
@@ -372,10 +372,10 @@ def divergence_message(run: RunDir, what: str) -> str:
     )
 
 
-def _shard_of(report: dict[str, Any], step: int) -> ShardRecord:
+def _parse_report(report: dict[str, Any], step: int) -> ShardRecord:
     """Return the shard that a rank reported."""
     if "nonfinite" in report:
         raise DivergedError(f"`{report['nonfinite']}` is not finite after step {step}")
     if "error" in report:
         raise CheckpointError(report["error"])
-    return shards.shard_record(report)
+    return shards.parse_shard_record(report)

@@ -26,7 +26,7 @@ from ddp_hpc.train.state.training_state import TrainingState
 _ROW = 512
 """Words in a row."""
 _WORD_BYTES = 8
-_MANY = 64
+_MIN_GROUP_SIZE = 64
 """From how many small tensors that are alike on they are taken together: it takes a few operations for each such kind."""
 _MOST_BYTES = 1 << 23
 """Of the numbers of one group; a few times as much is in use meanwhile."""
@@ -39,7 +39,7 @@ def digests_of_state(state: TrainingState) -> dict[str, int]:
 
     Buffers are left out, as in DDP they are rank zero's. So are random generators and the loss meter, which are each rank's own.
     """
-    return digests_of_tensors(training_state.tensors_of_all(state))
+    return digests_of_tensors(training_state.replicated_tensors(state))
 
 
 def combined_digest(digests: Mapping[str, int]) -> str:
@@ -62,7 +62,7 @@ def digests_of_tensors(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     for device in dict.fromkeys(tensor.device for tensor in tensors.values()):
         there = {name: tensor for name, tensor in tensors.items() if tensor.device == device}
         names, alone = [*there], [*there.values()]
-        groups = [*_groups(alone)]
+        groups = [*_group_places(alone)]
         sums = [
             (_digests_of_alike if is_alike else _digests_of_mixed)([alone[place] for place in places])
             for places, is_alike in groups
@@ -72,7 +72,7 @@ def digests_of_tensors(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     return {name: found[name] for name in tensors}
 
 
-def _groups(tensors: Sequence[Tensor]) -> Iterator[tuple[Sequence[int], bool]]:
+def _group_places(tensors: Sequence[Tensor]) -> Iterator[tuple[Sequence[int], bool]]:
     """Yield the places of tensors to take at a time, and whether these are many small ones that are alike.
 
     A group has a bounded number of bytes, or one tensor.
@@ -81,7 +81,7 @@ def _groups(tensors: Sequence[Tensor]) -> Iterator[tuple[Sequence[int], bool]]:
     for place, tensor in enumerate(tensors):
         if 0 < tensor.nbytes < _ROW * _WORD_BYTES:
             by_kind[tensor.dtype, tensor.numel()].append(place)
-    small = {kind: places for kind, places in by_kind.items() if len(places) >= _MANY}
+    small = {kind: places for kind, places in by_kind.items() if len(places) >= _MIN_GROUP_SIZE}
     for (dtype, numel), places in small.items():
         at_once = _MOST_BYTES // (dtype.itemsize * numel)
         yield from ((places[begin : begin + at_once], True) for begin in range(0, len(places), at_once))
@@ -106,17 +106,17 @@ def _digests_of_alike(tensors: Sequence[Tensor]) -> Tensor:
     num_whole = rows.shape[1] - rows.shape[1] % _WORD_BYTES
     words = rows[:, :num_whole].reshape(-1).view(torch.int64).view(len(tensors), num_whole // _WORD_BYTES)
     values = torch.cat([words, rows[:, num_whole:].long()], dim=1)
-    return _mixed(values + torch.arange(1, values.shape[1] + 1, device=values.device) * _STRIDE).sum(1)
+    return _mix_in_place(values + torch.arange(1, values.shape[1] + 1, device=values.device) * _STRIDE).sum(1)
 
 
 def _digests_of_mixed(tensors: Sequence[Tensor]) -> Tensor:
-    parts = [_parts(tensor) for tensor in tensors]
+    parts = [_row_column_sums(tensor) for tensor in tensors]
     # Few operations: beside a small model, each takes microseconds, whatever it computes.
     lengths = [sum(one.numel() for one in some) for some in parts]
     device = tensors[0].device
     of_places = torch.arange(1, max(lengths) + 1, device=device).mul_(_STRIDE)
     places = torch.cat([of_places[:length] for length in lengths])
-    mixed = _mixed(places.add_(torch.cat([one for some in parts for one in some])))
+    mixed = _mix_in_place(places.add_(torch.cat([one for some in parts for one in some])))
     ends = torch.tensor([0, *accumulate(lengths)], device=device)
     return torch.cat([mixed.new_zeros(1), mixed.cumsum(0)])[ends].diff()
 
@@ -125,7 +125,7 @@ def _with_resolved_bits(tensor: Tensor) -> Tensor:
     return tensor.resolve_conj().resolve_neg()
 
 
-def _parts(tensor: Tensor) -> list[Tensor]:
+def _row_column_sums(tensor: Tensor) -> list[Tensor]:
     """Return the numbers that stand for a tensor: sums of rows and of columns, then the words and the bytes that are left."""
     flat = _with_resolved_bits(tensor).contiguous().view(-1)
     if flat.stride() != (1,) or flat.storage_offset() * flat.element_size() % _WORD_BYTES:
@@ -135,11 +135,11 @@ def _parts(tensor: Tensor) -> list[Tensor]:
     if num_left:
         as_bytes = flat.view(torch.int8)
         left = as_bytes[-num_left:].clone() if is_copy else as_bytes[-num_left:]
-        return [*_of_words(as_bytes[:-num_left].view(torch.int64), is_copy=is_copy), left]
-    return _of_words(flat.view(torch.int64), is_copy=is_copy)
+        return [*_sums_of_words(as_bytes[:-num_left].view(torch.int64), is_copy=is_copy), left]
+    return _sums_of_words(flat.view(torch.int64), is_copy=is_copy)
 
 
-def _of_words(words: Tensor, *, is_copy: bool) -> list[Tensor]:
+def _sums_of_words(words: Tensor, *, is_copy: bool) -> list[Tensor]:
     in_rows = words.numel() - words.numel() % _ROW
     if not in_rows:
         return [words]
@@ -147,7 +147,7 @@ def _of_words(words: Tensor, *, is_copy: bool) -> list[Tensor]:
     return [rows.sum(1), rows.sum(0), left.clone() if is_copy else left]  # a view would keep the copy in memory
 
 
-def _mixed(values: Tensor) -> Tensor:
+def _mix_in_place(values: Tensor) -> Tensor:
     """Change each value to another one, in place: similar values become unlike each other, and no two become equal."""
     for factor, shift in ((_FIRST, 30), (_SECOND, 27), (1, 31)):
         # PyTorch's shift to the right fills with the sign, so the bits that it fills are cleared.

@@ -24,21 +24,21 @@ from torch import Tensor
 
 from ddp_hpc.train.state.training_state import NamedTensor
 
-Place = tuple[int, int]
+ByteRange = tuple[int, int]
 """Where a tensor's bytes begin and end in the shard, behind the header."""
-Send = Callable[[int, Tensor], object]
+SendToHost = Callable[[int, Tensor], object]
 """Copies bytes to the host, to where the shard has them: from this one on."""
 _WINDOW_BYTES = 256 << 20
 """The size of the staging block where the GPU has no room for all tensors."""
-_How = Literal["at once", "flat", "one by one"]
-_AT_ONCE = {
+_CopyMethod = Literal["at once", "flat", "one by one"]
+_FOREACH_DTYPES = {
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
 }
 """The dtypes of which a GPU's `_foreach_copy_` copies many tensors with one kernel."""
 
 
-class Side:
+class SideStream:
     """A stream beside the one that trains, and the memory that it copies between."""
 
     largest_block = 1 << 30
@@ -95,7 +95,7 @@ class Side:
 class _Copies(NamedTuple):
     """Copies that are made together: the tensors' numbers, and where to."""
 
-    how: _How
+    how: _CopyMethod
     numbers: list[int]
     targets: list[Tensor]
 
@@ -121,7 +121,7 @@ class _Window(NamedTuple):
 class Staging:
     """The staging block, and what goes through it."""
 
-    def __init__(self, side: Side) -> None:
+    def __init__(self, side: SideStream) -> None:
         self.side = side
         self._block = torch.empty(0, dtype=torch.uint8)
         self._first: list[_Copies] = []
@@ -138,7 +138,7 @@ class Staging:
         """How many bytes it takes: of the host's memory always, of the GPU's until the copy has ended."""
         return {"host": sum(one.nbytes for _, one in self._aside), "gpu": self._block.nbytes}
 
-    def plan(self, named: Sequence[NamedTensor], places: Sequence[Place], free: int | None = None) -> None:
+    def plan(self, named: Sequence[NamedTensor], places: Sequence[ByteRange], free: int | None = None) -> None:
         """Make the block, as far as the GPU has room for it, and decide what is copied when."""
         free = self.side.free_bytes() + self._block.nbytes if free is None else free
         tensors = [item.tensor for item in named]
@@ -151,21 +151,21 @@ class Staging:
         except torch.OutOfMemoryError:
             self.plan(named, places, free=0)
             return
-        for numbers in windows(here, places, room):
+        for numbers in tensor_windows(here, places, room):
             begin, end = places[numbers[0]][0], places[numbers[-1]][1]
             if end - begin > room:
                 self._windows.append(_Window(begin, end, large=numbers[0]))
                 continue
             views = {number: view_of(self._block, places[number], tensors[number], begin) for number in numbers}
-            self._windows.append(_Window(begin, end, _together(tensors, views)))
+            self._windows.append(_Window(begin, end, _group_copies(tensors, views)))
         rest = sorted({*range(len(named))}.difference(here))
-        packed = dict(zip(rest, packed_places(tensors[number] for number in rest), strict=True))
+        packed = dict(zip(rest, packed_ranges(tensors[number] for number in rest), strict=True))
         block = self.side.host_block(sum(tensors[number].nbytes for number in rest))
         first = {number: view_of(block, place, tensors[number]) for number, place in packed.items()}
         self._aside = [(places[number][0], block[slice(*place)]) for number, place in packed.items()]
-        self._first = _together(tensors, first)
+        self._first = _group_copies(tensors, first)
 
-    def copy(self, named: Sequence[NamedTensor], places: Sequence[Place], send: Send) -> None:
+    def copy(self, named: Sequence[NamedTensor], places: Sequence[ByteRange], send: SendToHost) -> None:
         """Enqueue the copy of `named`, for which `plan` was called; `finish` ends it."""
         side = self.side
         self.give_back()  # else `resize_` would take memory a second time, and copy what the block held before
@@ -192,7 +192,7 @@ class Staging:
             self._copied = side.record_event()
         side.hold_training(gathered)
 
-    def finish(self, send: Send) -> None:
+    def finish(self, send: SendToHost) -> None:
         """Wait until all is in the host's memory; for the writer's thread."""
         if self._copied is not None:
             self._copied.synchronize()
@@ -211,7 +211,7 @@ def staging_bytes(whole: int, free: int) -> int:
     return whole if whole <= free // 2 else min(_WINDOW_BYTES, free // 8)
 
 
-def windows(numbers: Sequence[int], places: Sequence[Place], room: int) -> list[list[int]]:
+def tensor_windows(numbers: Sequence[int], places: Sequence[ByteRange], room: int) -> list[list[int]]:
     """Group tensors that follow one another and fit into `room` together; one that does not fit is alone."""
     found: list[list[int]] = []
     for number in numbers:
@@ -222,23 +222,23 @@ def windows(numbers: Sequence[int], places: Sequence[Place], room: int) -> list[
     return found
 
 
-def packed_places(tensors: Iterable[Tensor]) -> list[Place]:
+def packed_ranges(tensors: Iterable[Tensor]) -> list[ByteRange]:
     """Return the place of each tensor where one follows the other."""
     return list(pairwise([0, *accumulate(one.nbytes for one in tensors)]))
 
 
-def view_of(block: Tensor, place: Place, like: Tensor, begin: int = 0) -> Tensor:
+def view_of(block: Tensor, place: ByteRange, like: Tensor, begin: int = 0) -> Tensor:
     """Return a place of `block`, which begins at `begin`, as a contiguous tensor of the shape and dtype of another."""
     return block[place[0] - begin : place[1] - begin].view(like.dtype).view(like.shape)
 
 
-def _together(tensors: Sequence[Tensor], targets: Mapping[int, Tensor]) -> list[_Copies]:
+def _group_copies(tensors: Sequence[Tensor], targets: Mapping[int, Tensor]) -> list[_Copies]:
     """Group the copies that one call makes with few kernels: of one dtype, where both tensors have their elements in one order."""
-    groups: dict[tuple[_How, torch.dtype, torch.device], dict[int, Tensor]] = defaultdict(dict)
+    groups: dict[tuple[_CopyMethod, torch.dtype, torch.device], dict[int, Tensor]] = defaultdict(dict)
     for number, target in targets.items():
         one = tensors[number]
-        how: _How = "one by one"
-        if one.dtype in _AT_ONCE and one.device == target.device and one.is_contiguous():
+        how: _CopyMethod = "one by one"
+        if one.dtype in _FOREACH_DTYPES and one.device == target.device and one.is_contiguous():
             # Strides of a dimension of one element may be any.
             how = "at once" if one.stride() == target.stride() else "flat"
         groups[how, one.dtype, one.device][number] = target.view(-1) if how == "flat" else target

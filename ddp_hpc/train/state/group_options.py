@@ -18,7 +18,7 @@ from ddp_hpc.base.errors import ConfigError
 Groups = Sequence[Mapping[str, Any]]
 """An optimizer's `param_groups`."""
 
-_OF_OTHERS = frozenset({"params", "lr", "initial_lr", "foreach", "fused", "capturable", "differentiable"})
+_EXCLUDED_OPTIONS = frozenset({"params", "lr", "initial_lr", "foreach", "fused", "capturable", "differentiable"})
 """Never the optimizer's own: the loop and schedulers set the learning rate, the last four only choose the kernels."""
 
 _GONE = {"gone": True}
@@ -39,7 +39,7 @@ def changed_options(groups: Groups, made: Sequence[Mapping[str, str | None]]) ->
     """
     found: list[dict[str, Any]] = []
     for group, before in zip(groups, made, strict=False):  # a group that came later is the recipe's
-        now = {key: encoded(value, key) for key, value in _candidates(group).items()}
+        now = {key: encode_option(value, key) for key, value in _candidates(group).items()}
         gone = dict.fromkeys(before.keys() - group.keys(), _GONE)
         found.append({**{key: value for key, value in now.items() if _as_text(value) != before.get(key)}, **gone})
     return found if any(found) else []
@@ -65,7 +65,7 @@ def restore_options(groups: Sequence[dict[str, Any]], kept: Sequence[Mapping[str
             if encoded == _GONE:
                 group.pop(key, None)
                 continue
-            value, old = decoded(encoded, device), group.get(key)
+            value, old = decode_option(encoded, device), group.get(key)
             if not isinstance(value, Tensor) or not isinstance(old, Tensor):
                 group[key] = value
                 continue
@@ -96,7 +96,7 @@ def options_for_manifest(value: Any) -> Any:
 
 
 def _candidates(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in _OF_OTHERS}
+    return {key: value for key, value in group.items() if key not in _EXCLUDED_OPTIONS}
 
 
 def _as_text(encoded: Any) -> str:
@@ -106,19 +106,19 @@ def _as_text(encoded: Any) -> str:
 
 def _text_or_none(value: Any) -> str | None:
     try:
-        return _as_text(encoded(value, ""))
+        return _as_text(encode_option(value, ""))
     except ConfigError:  # whether that matters is found out when it is to be saved
         return None
 
 
-def encoded(value: Any, key: str) -> Any:
+def encode_option(value: Any, key: str) -> Any:
     """Return an option as JSON; numbers, text and None stand for themselves, all else is in a dict that says what it is."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, list | tuple):
-        return {"tuple" if isinstance(value, tuple) else "list": [encoded(one, key) for one in value]}
+        return {"tuple" if isinstance(value, tuple) else "list": [encode_option(one, key) for one in value]}
     if isinstance(value, dict):
-        return {"dict": [[encoded(name, key), encoded(one, key)] for name, one in value.items()]}
+        return {"dict": [[encode_option(name, key), encode_option(one, key)] for name, one in value.items()]}
     if isinstance(value, Tensor) and value.layout == torch.strided and not (value.is_quantized or value.is_meta):
         plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
         return {
@@ -133,8 +133,8 @@ def encoded(value: Any, key: str) -> Any:
     )
 
 
-def decoded(encoded: Any, device: torch.device) -> Any:
-    """Return what `encoded` was given; a tensor that was not on the CPU comes to `device`."""
+def decode_option(encoded: Any, device: torch.device) -> Any:
+    """Return what `encode_option` was given; a tensor that was not on the CPU comes to `device`."""
     if not isinstance(encoded, dict):
         return encoded
     if "tensor" in encoded:
@@ -144,7 +144,7 @@ def decoded(encoded: Any, device: torch.device) -> Any:
             value.view(-1).view(torch.uint8).copy_(content)
         return value if encoded["device"] == "cpu" else value.to(device)
     if "dict" in encoded:
-        return {decoded(name, device): decoded(one, device) for name, one in encoded["dict"]}
+        return {decode_option(name, device): decode_option(one, device) for name, one in encoded["dict"]}
     if "tuple" in encoded:
-        return tuple(decoded(one, device) for one in encoded["tuple"])
-    return [decoded(one, device) for one in encoded["list"]]
+        return tuple(decode_option(one, device) for one in encoded["tuple"])
+    return [decode_option(one, device) for one in encoded["list"]]

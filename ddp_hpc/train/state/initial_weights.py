@@ -19,18 +19,18 @@ from torch import Tensor, nn
 from ddp_hpc.base.errors import ConfigError, CorruptCheckpointError, UnreadableError
 from ddp_hpc.base.patience import is_there
 from ddp_hpc.run.checkpoints import checkpoint_names, checkpoint_store
-from ddp_hpc.run.checkpoints.shards import named_below
+from ddp_hpc.run.checkpoints.shards import select_by_prefix
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.spec import RunSpec
 from ddp_hpc.train.process_group import Group
-from ddp_hpc.train.state.restore import read_some, to_torch
-from ddp_hpc.train.state.training_state import TrainingState, differences, why_not_plain
+from ddp_hpc.train.state.restore import read_with_prefix, to_torch
+from ddp_hpc.train.state.training_state import TrainingState, difference_text, why_not_plain
 
 log = logging.getLogger(__name__)
 
-_WRAPPERS = ("module.", "_orig_mod.")
+_WRAPPER_PREFIXES = ("module.", "_orig_mod.")
 """Prefixes that DDP and `torch.compile` add to names."""
-_NESTED = ("state_dict", "model_state_dict", "model")
+_NESTED_KEYS = ("state_dict", "model_state_dict", "model")
 """Names under which training scripts store the weights in a file that holds more than weights."""
 
 
@@ -60,31 +60,31 @@ def _load(spec: RunSpec, state: TrainingState, group: Group, on_progress: Callab
         try:
             source = find_weights(str(spec.train.init_from), runs_dir=spec.path.parent)
             found = _read(source, group, report_progress)
-            fitting, misfits = _fitting(source, found, state.model.state_dict(), is_strict=spec.train.init_strict)
+            fitting, misfits = _fit_weights(source, found, state.model.state_dict(), is_strict=spec.train.init_strict)
             tensors = {name: (str(one.dtype).removeprefix("torch."), list(one.shape)) for name, one in fitting.items()}
             offer = {"found": f"{source}{f' ({misfits})' if misfits else ''}", "tensors": tensors}
         except (ConfigError, UnreadableError) as error:
             offer = {"refusal": [type(error).__name__, str(error)]}
         except (OSError, ValueError) as error:  # of the search for the file; a name with a zero byte is a ValueError
-            offer = {"refusal": [UnreadableError.__name__, _unreadable(spec.train.init_from, error)]}
+            offer = {"refusal": [UnreadableError.__name__, _unreadable_message(spec.train.init_from, error)]}
     offer = group.broadcast_through_store("init_from", offer, on_heartbeat=on_progress)
     if "refusal" in offer:
         kind, text = offer["refusal"]
         group.wait_until_all_read("init_from/refused")
         raise (ConfigError if kind == ConfigError.__name__ else UnreadableError)(text)
-    state.model.load_state_dict(_received(fitting, offer["tensors"], group), strict=False)
+    state.model.load_state_dict(_broadcast_weights(fitting, offer["tensors"], group), strict=False)
     if state.ema is not None:
         state.ema.module.load_state_dict(state.model.state_dict())
     log.info("loaded %d of %d weights from %s", len(offer["tensors"]), len(state.model.state_dict()), offer["found"])
 
 
-def _fitting(
+def _fit_weights(
     source: Path, found: dict[str, Tensor], own: Mapping[str, Tensor], *, is_strict: bool
 ) -> tuple[dict[str, Tensor], str]:
     """Return the weights in a file or checkpoint that fit the model, and how the others differ."""
-    for prefix in _WRAPPERS:
+    for prefix in _WRAPPER_PREFIXES:
         if all(name.startswith(prefix) for name in found):
-            found = named_below(prefix, found)
+            found = select_by_prefix(prefix, found)
     for name in own:
         one = found.get(name)
         if one is not None and (why_not_plain(one) or type(one) not in (Tensor, nn.Parameter)):
@@ -95,7 +95,7 @@ def _fitting(
     names = [name for name in own if name in found and own[name].shape == found[name].shape]
     # PyTorch cannot view a tensor as bytes while it is conjugated or negated by a mark alone.
     fitting = {name: found[name].detach().resolve_conj().resolve_neg() for name in names}
-    misfits = differences(own, found)
+    misfits = difference_text(own, found)
     if misfits and is_strict:
         raise ConfigError(
             f"`train.init_from` is {str(source)!r}, but its weights are not those of the model: {misfits}. "
@@ -108,7 +108,7 @@ def _fitting(
     return fitting, misfits
 
 
-def _received(
+def _broadcast_weights(
     read: Mapping[str, Tensor], tensors: Mapping[str, tuple[str, Sequence[int]]], group: Group
 ) -> dict[str, Tensor]:
     """Return the tensors of rank zero, by name with dtype and shape, in each rank's host memory; one after the other is on the device."""
@@ -155,7 +155,7 @@ def find_weights(text: str, *, runs_dir: Path) -> Path:
 def _read(source: Path, group: Group, on_progress: Callable[[], object]) -> dict[str, Tensor]:
     try:
         if source.is_dir():
-            return read_some("model/", source, group, on_progress)
+            return read_with_prefix("model/", source, group, on_progress)
         if source.suffix == ".safetensors":
             return {name: to_torch(one) for name, one in checkpoint_store.read_safetensors(source).items()}
         return _weights_in(torch.load(source, map_location="cpu", weights_only=True), source)
@@ -165,7 +165,7 @@ def _read(source: Path, group: Group, on_progress: Callable[[], object]) -> dict
             "with `safetensors.torch.save_file`), or name another file or run."
         ) from error
     except OSError as error:
-        raise UnreadableError(_unreadable(source, error)) from error
+        raise UnreadableError(_unreadable_message(source, error)) from error
     except (pickle.UnpicklingError, RuntimeError, EOFError, LookupError, ValueError, struct.error) as error:
         # Most of these are of a file that is no pickle: which one depends on its first bytes.
         first = str(error).strip().partition("\n")[0]
@@ -175,7 +175,7 @@ def _read(source: Path, group: Group, on_progress: Callable[[], object]) -> dict
         ) from error
 
 
-def _unreadable(source: Path | str | None, error: Exception) -> str:
+def _unreadable_message(source: Path | str | None, error: Exception) -> str:
     return (
         f"`train.init_from` is {str(source)!r}, but that cannot be read: {error}. Check that the file system answers and "
         "that you may read it, and submit again."
@@ -183,7 +183,7 @@ def _unreadable(source: Path | str | None, error: Exception) -> str:
 
 
 def _weights_in(content: Any, source: Path) -> dict[str, Tensor]:
-    for name in _NESTED:
+    for name in _NESTED_KEYS:
         if isinstance(content, Mapping) and isinstance(content.get(name), Mapping):
             content = content[name]
             break

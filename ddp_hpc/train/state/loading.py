@@ -14,7 +14,7 @@ from torch import Tensor
 from ddp_hpc.base.errors import ConfigError, CorruptCheckpointError, UnreadableError
 from ddp_hpc.run.checkpoints import checkpoint_store
 from ddp_hpc.run.checkpoints.checkpoint_names import MANIFEST_NAME, checkpoint_path, committed_steps
-from ddp_hpc.run.checkpoints.shards import named_below
+from ddp_hpc.run.checkpoints.shards import select_by_prefix
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.train.state.restore import to_torch
 
@@ -55,16 +55,16 @@ def load_checkpoint(source: str | Path | os.PathLike[str], *, step: int | None =
     while True:
         steps = committed_steps(run)
         if not steps or (step is not None and step not in steps):
-            raise ConfigError(_missing(source, run, step, steps))
+            raise ConfigError(_missing_message(source, run, step, steps))
         try:
-            return _newest_sound(run, steps if step is None else [step])
+            return _load_newest_sound(run, steps if step is None else [step])
         except (UnreadableError, CorruptCheckpointError):
             # A run that goes on deletes its older checkpoints, perhaps while one of them is read.
             if set(steps) <= set(committed_steps(run)):
                 raise
 
 
-def _missing(source: object, run: RunDir, step: int | None, steps: Sequence[int]) -> str:
+def _missing_message(source: object, run: RunDir, step: int | None, steps: Sequence[int]) -> str:
     asked = "no checkpoint" if step is None else f"no checkpoint of step {step}"
     there = "Name the directory of a run, such as `runs/digits`"
     if steps:
@@ -72,7 +72,7 @@ def _missing(source: object, run: RunDir, step: int | None, steps: Sequence[int]
     return f"The checkpoint of {str(source)!r} was asked for, but there is {asked} in {run.checkpoints}. {there}."
 
 
-def _newest_sound(run: RunDir, steps: Sequence[int]) -> Checkpoint:
+def _load_newest_sound(run: RunDir, steps: Sequence[int]) -> Checkpoint:
     for number in reversed(steps[1:]):
         try:
             return _load(checkpoint_path(run, number))
@@ -86,14 +86,14 @@ def _newest_sound(run: RunDir, steps: Sequence[int]) -> Checkpoint:
 def _load(path: Path) -> Checkpoint:
     manifest = checkpoint_store.read_manifest(path)
     raw: Mapping[str, Any] = {}
-    if checkpoint_store.FOREIGN_KEY in manifest.state:
+    if checkpoint_store.FOREIGN_FILES_KEY in manifest.state:
         checkpoint_store.verify_checkpoint(path)
     else:
         raw = checkpoint_store.read_tensors(path, manifest)
-    weights, ema = _copies(raw, "model/"), _copies(raw, "ema/")
+    weights, ema = _copied_tensors(raw, "model/"), _copied_tensors(raw, "ema/")
     return Checkpoint(path=path, step=manifest.step, metrics=manifest.metrics, weights=weights, ema=ema)
 
 
-def _copies(raw: Mapping[str, Any], prefix: str) -> dict[str, Tensor]:
+def _copied_tensors(raw: Mapping[str, Any], prefix: str) -> dict[str, Tensor]:
     # Copied, because each of them keeps all that was read from its file in memory, the optimizer's state too.
-    return {name: to_torch(one).clone() for name, one in named_below(prefix, raw).items()}
+    return {name: to_torch(one).clone() for name, one in select_by_prefix(prefix, raw).items()}

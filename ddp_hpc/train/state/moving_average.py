@@ -40,7 +40,7 @@ class MovingAverage:
     def update(self, model: nn.Module) -> None:
         """Take in the weights of `model`; the first time, copy them."""
         decay = self.decay_now
-        for averages, newest in _alike(self.module.parameters(), model.parameters()):
+        for averages, newest in _group_by_dtype(self.module.parameters(), model.parameters()):
             if self.num_updates == 0:
                 torch._foreach_copy_(averages, newest)
             elif averages[0].is_floating_point() or averages[0].is_complex():
@@ -48,12 +48,12 @@ class MovingAverage:
             else:
                 for average, new in zip(averages, newest, strict=True):
                     average.copy_(average * decay + new * (1 - decay))
-        for own, theirs in _alike(self.module.buffers(), model.buffers()):
+        for own, theirs in _group_by_dtype(self.module.buffers(), model.buffers()):
             torch._foreach_copy_(own, theirs)
         self.num_updates += 1
 
 
-def _alike(own: Iterable[Tensor], theirs: Iterable[Tensor]) -> Iterable[tuple[list[Tensor], list[Tensor]]]:
+def _group_by_dtype(own: Iterable[Tensor], theirs: Iterable[Tensor]) -> Iterable[tuple[list[Tensor], list[Tensor]]]:
     """Return pairs of lists of tensors that one kernel can take: of one device and type."""
     found = defaultdict[object, tuple[list[Tensor], list[Tensor]]](lambda: ([], []))
     for one, other in zip(own, theirs, strict=True):

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from ddp_hpc.base.errors import ConfigError
-from ddp_hpc.run.checkpoints.shards import named_below
+from ddp_hpc.run.checkpoints.shards import select_by_prefix
 from ddp_hpc.train.engine.value_copies import is_constant
 from ddp_hpc.train.state import group_options
 
 Optimizer = torch.optim.Optimizer
 Attributes = Mapping[str, str]
 """The attributes of an optimizer as text, to find out which have changed."""
-_STRIDES: dict[tuple[torch.Size, tuple[int, ...]], tuple[int, ...]] = {}
+_STRIDES_BY_LAYOUT: dict[tuple[torch.Size, tuple[int, ...]], tuple[int, ...]] = {}
 """Of a tensor like one of that shape and those strides."""
 
 
@@ -57,11 +57,11 @@ class KeptByOptimizer:
 def attributes(model: nn.Module, optimizer: Optimizer) -> Attributes:
     """Return an optimizer's own attributes as text."""
     weights = {id(one): name for name, one in (*model.named_parameters(), *model.named_buffers())}
-    return {name: _text(one, name, weights) for name, one in vars(optimizer).items() if name not in _of_pytorch()}
+    return {name: _text(one, name, weights) for name, one in vars(optimizer).items() if name not in _torch_attributes()}
 
 
 @functools.cache
-def _of_pytorch() -> frozenset[str]:
+def _torch_attributes() -> frozenset[str]:
     """Return attributes that PyTorch's optimizers have, which keep nothing else there; schedulers replace `step`."""
     return frozenset(vars(torch.optim.SGD([torch.zeros(1)]))) | {"step", "_need_device_dtype_check_for_fused"}
 
@@ -75,7 +75,7 @@ def _text(value: Any, place: str, weights: Mapping[int, str]) -> str:
         parts = [one for pair in value.items() for one in pair] if isinstance(value, dict) else value
         return f"{type(value).__name__}({', '.join(_text(one, place, weights) for one in parts)})"
     if type(value) is Tensor and value.numel() <= group_options.MOST_ELEMENTS:
-        return str(group_options.encoded(value, place))
+        return str(group_options.encode_option(value, place))
     if isinstance(value, Optimizer) or not (callable(value) or is_constant(type(value))):
         raise _unsavable_error(place, value)
     return type(value).__name__ if callable(value) else repr(value)
@@ -105,7 +105,7 @@ def kept_by_optimizer(model: nn.Module, optimizer: Optimizer, made: Attributes) 
     outside = [key for key in dict[Any, Any](optimizer.state) if id(key) not in ids]
     if outside or optimizer.state is not optimizer.state:  # a property that makes it anew
         raise _outside_error(next(iter(outside), None), optimizer.state)
-    group_of = _groups(optimizer)
+    group_of = _group_by_param(optimizer)
     for name, parameter in named.items():
         for key, value in optimizer.state.get(parameter, {}).items():
             place = f"{name}/{key}"
@@ -122,13 +122,13 @@ def kept_by_optimizer(model: nn.Module, optimizer: Optimizer, made: Attributes) 
                 found.places[place] = [now[0], [*now[1]]]
     texts = attributes(model, optimizer)
     for name in [name for name, text in texts.items() if text != made.get(name)]:
-        found.attributes[name] = encoded = group_options.encoded(getattr(optimizer, name), name)
-        if _text(group_options.decoded(encoded, next(model.parameters()).device), name, {}) != texts[name]:
+        found.attributes[name] = encoded = group_options.encode_option(getattr(optimizer, name), name)
+        if _text(group_options.decode_option(encoded, next(model.parameters()).device), name, {}) != texts[name]:
             raise _unsavable_error(name, getattr(optimizer, name))
     return found
 
 
-def _groups(optimizer: Optimizer) -> dict[Tensor, dict[str, Any]]:
+def _group_by_param(optimizer: Optimizer) -> dict[Tensor, dict[str, Any]]:
     return {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
 
 
@@ -146,12 +146,12 @@ def _usual_place(
 def _strides_like(parameter: Tensor) -> tuple[int, ...]:
     """Return the strides that PyTorch gives to a tensor like this one; asked once for each layout, as a training waits for a save."""
     key = parameter.shape, parameter.stride()
-    if key not in _STRIDES:
-        _STRIDES[key] = torch.empty_like(parameter, device="meta").stride()
-    return _STRIDES[key]
+    if key not in _STRIDES_BY_LAYOUT:
+        _STRIDES_BY_LAYOUT[key] = torch.empty_like(parameter, device="meta").stride()
+    return _STRIDES_BY_LAYOUT[key]
 
 
-def restored(
+def state_to_fill(
     model: nn.Module,
     optimizer: Optimizer,
     content: Mapping[str, Any],
@@ -166,9 +166,9 @@ def restored(
     refuse_other_optimizer(type(optimizer).__name__, content)
     if "odd" in content:
         raise _unfit_error("optimizer has state that this version of ddp_hpc cannot load", "version of ddp_hpc")
-    named, group_of = dict(model.named_parameters()), _groups(optimizer)
+    named, group_of = dict(model.named_parameters()), _group_by_param(optimizer)
     state, into = defaultdict[Tensor, dict[str, Any]](dict), dict[str, Tensor]()
-    for place, value in {**named_below("optimizer/", saved), **content["plain"]}.items():
+    for place, value in {**select_by_prefix("optimizer/", saved), **content["plain"]}.items():
         name, _, key = place.rpartition("/")
         if name not in named:
             there = f"optimizer has state of the parameter {name!r}, which this model does not have"

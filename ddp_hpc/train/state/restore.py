@@ -34,15 +34,15 @@ from ddp_hpc.run.checkpoints.checkpoint_store import ChunkReader, Manifest
 from ddp_hpc.run.checkpoints.shards import RawTensor, StoredTensor
 from ddp_hpc.run.run_dir import ownership
 from ddp_hpc.run.run_dir.paths import RunDir
-from ddp_hpc.run.run_dir.records import newest_committed
+from ddp_hpc.run.run_dir.records import newest_committed_step
 from ddp_hpc.train.process_group import Group
 from ddp_hpc.train.state.optimizer_state import SavedTensor
-from ddp_hpc.train.state.training_state import DTYPES, Restoration, TrainingState
+from ddp_hpc.train.state.training_state import DTYPE_NAMES, Restoration, TrainingState
 from ddp_hpc.train.stop import EarlyStop
 
 log = logging.getLogger(__name__)
 
-_TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
+_DTYPE_BY_NAME = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 @contextmanager
@@ -138,7 +138,7 @@ class Restorer:
     def _refuse_to_begin_anew(self, damaged: tuple[int, str] | None) -> None:
         """Refuse where the run had a checkpoint: with ConfigError if it is surely gone or damaged, UnreadableError if it may come back."""
         run, folder = self.run, self.run.checkpoints
-        known_step = newest_committed(run) or (damaged and damaged[0])
+        known_step = newest_committed_step(run) or (damaged and damaged[0])
         aside = checkpoint_names.steps_set_aside(run)
         if not is_there(run.config):
             raise UnreadableError(f"{run.path} does not exist; perhaps its file system is not mounted.")
@@ -187,10 +187,12 @@ class Restorer:
         restoration: Restoration | None = None
         refused: ConfigError | None = None
         try:
-            manifest = await_answer(str(path), partial(_manifest, path, checksum), on_wait=moved)
+            manifest = await_answer(str(path), partial(_read_manifest, path, checksum), on_wait=moved)
             reader = ShardReader(path, manifest, self.group, moved)
             stored = shards.stored_tensors(path, manifest.shards, reader.headers())
-            saved = {name: SavedTensor(torch.Size(one.shape), _TORCH_DTYPES[one.dtype]) for name, one in stored.items()}
+            saved = {
+                name: SavedTensor(torch.Size(one.shape), _DTYPE_BY_NAME[one.dtype]) for name, one in stored.items()
+            }
             restoration = Restoration(state, saved, manifest.state, seed=seed, about=manifest.made)
             reader.read_into(stored, restoration.into)
         except CorruptCheckpointError as error:
@@ -209,7 +211,7 @@ class Restorer:
             restoration.finish()
 
 
-def _manifest(path: Path, checksum: str) -> Manifest:
+def _read_manifest(path: Path, checksum: str) -> Manifest:
     """Read the manifest that rank zero has read."""
     try:
         manifest = checkpoint_store.read_manifest(path)
@@ -272,14 +274,16 @@ class ShardReader:
     def read_into(self, stored: Mapping[str, StoredTensor], into: Mapping[str, Tensor], *, whole: bool = True) -> None:
         """Read all shards, or only what of them has tensors of `into`, and copy into these what belongs there."""
         targets, segments = _Targets(into), _segments(stored, into)
-        for shard, chunks in self._in_order():
+        for shard, chunks in self._chunks_in_order():
             size = self._shards[shard].chunk_bytes
-            wanted = (one for one in chunks if whole or any(_within(segments[shard], one * size, (one + 1) * size)))
+            wanted = (
+                one for one in chunks if whole or any(_segments_within(segments[shard], one * size, (one + 1) * size))
+            )
             for begin, content in self._read(shard, wanted):
-                for low, high, name, at in _within(segments[shard], begin, begin + len(content)):
+                for low, high, name, at in _segments_within(segments[shard], begin, begin + len(content)):
                     targets.put(name, at, content[low - begin : high - begin])
 
-    def _in_order(self) -> Iterator[tuple[int, Iterator[int]]]:
+    def _chunks_in_order(self) -> Iterator[tuple[int, Iterator[int]]]:
         """Yield all shards and their chunks; each rank begins elsewhere, so those of a node find in its cache what another has read."""
         chunks = [(shard, chunk) for shard, one in enumerate(self._shards) for chunk in range(len(one.chunks))]
         rank, num_local, num_all = self._rank_info, self._rank_info.local_world_size, self._rank_info.world_size
@@ -299,12 +303,12 @@ class ShardReader:
                 yield begin, content
 
 
-def read_some(prefix: str, path: Path, group: Group, on_progress: Callable[[], object]) -> dict[str, Tensor]:
+def read_with_prefix(prefix: str, path: Path, group: Group, on_progress: Callable[[], object]) -> dict[str, Tensor]:
     """Read and verify the tensors of a checkpoint whose names begin with `prefix`, by the rest of their names, and nothing else but headers."""
     manifest = checkpoint_store.read_manifest(path)
     reader = ShardReader(path, manifest, group, on_progress)
-    stored = shards.named_below(prefix, shards.stored_tensors(path, manifest.shards, reader.headers()))
-    into = {name: torch.empty(one.shape, dtype=_TORCH_DTYPES[one.dtype]) for name, one in stored.items()}
+    stored = shards.select_by_prefix(prefix, shards.stored_tensors(path, manifest.shards, reader.headers()))
+    into = {name: torch.empty(one.shape, dtype=_DTYPE_BY_NAME[one.dtype]) for name, one in stored.items()}
     reader.read_into(stored, into, whole=False)
     return into
 
@@ -325,7 +329,7 @@ def _segments(stored: Mapping[str, StoredTensor], wanted: Iterable[str]) -> dict
     return found
 
 
-def _within(segments: Sequence[_Segment], begin: int, end: int) -> Iterator[_Segment]:
+def _segments_within(segments: Sequence[_Segment], begin: int, end: int) -> Iterator[_Segment]:
     """Yield what of the segments lies between two bytes."""
     first = bisect_right(segments, begin, key=itemgetter(1))
     for low, high, name, at in itertools.islice(segments, first, None):
@@ -369,7 +373,7 @@ def _as_bytes(tensor: Tensor) -> Tensor:
 
 def to_torch(raw: RawTensor) -> Tensor:
     """Return a tensor that shares the memory of the bytes as read."""
-    dtype = _TORCH_DTYPES[raw.dtype]
+    dtype = _DTYPE_BY_NAME[raw.dtype]
     if not len(raw.data):
         return torch.empty(raw.shape, dtype=dtype)
     return torch.frombuffer(raw.data, dtype=dtype).view(raw.shape)

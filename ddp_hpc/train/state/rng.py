@@ -57,7 +57,7 @@ def restore(states: dict[str, Tensor], device: torch.device) -> None:
 
 
 @contextmanager
-def preserved(device: torch.device) -> Iterator[None]:
+def preserve_states(device: torch.device) -> Iterator[None]:
     """Restore every generator afterwards."""
     states = capture(device)
     try:
@@ -67,8 +67,8 @@ def preserved(device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def host_preserved() -> Iterator[None]:
-    """Restore the CPU generators afterwards; faster than `preserved`, which converts to tensors, as it runs for every micro batch."""
+def preserve_cpu_states() -> Iterator[None]:
+    """Restore the CPU generators afterwards; faster than `preserve_states`, which converts to tensors, as it runs for every micro batch."""
     of_torch, of_python, of_numpy = torch.get_rng_state(), random.getstate(), np.random.get_state()  # noqa: NPY002
     try:
         yield

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ddp_hpc.base.errors import ConfigError
-from ddp_hpc.base.names import few
-from ddp_hpc.train.engine.set_aside import room_for_copies, set_aside
+from ddp_hpc.base.names import shorten_names
+from ddp_hpc.train.engine.set_aside import device_for_copies, restore_after
 from ddp_hpc.train.state import digests, optimizer_state, training_state
 from ddp_hpc.train.state.optimizer_state import KeptByOptimizer, SavedTensor
 from ddp_hpc.train.state.training_state import TrainingState, named_tensors, why_not_plain
@@ -34,12 +34,12 @@ def check_loading(state: TrainingState) -> None:
         return
     trained = {id(one) for group in state.optimizer.param_groups for one in group["params"]}
     names = {name: one for name, one in model.named_parameters() if id(one) in trained}
-    copies_on = room_for_copies([*named_tensors(model).values()] * 2, state.device)
-    with set_aside(model, (), state.device, refused=[]):
+    copies_on = device_for_copies([*named_tensors(model).values()] * 2, state.device)
+    with restore_after(model, (), state.device, refused=[]):
         saved = {name: one.detach().to(copies_on or one.device, copy=True) for name, one in model.state_dict().items()}
         before = {name: one.detach().to(copies_on or one.device, copy=True) for name, one in names.items()}
         for one in names.values():
-            one.detach().copy_(_bytes(one).bitwise_not().view(one.dtype).view(one.shape))  # all of its bits
+            one.detach().copy_(_as_bytes(one).bitwise_not().view(one.dtype).view(one.shape))  # all of its bits
         try:
             training_state.load(model, saved)
         except Exception as error:
@@ -53,7 +53,7 @@ def check_loading(state: TrainingState) -> None:
             for name, one in before.items()
             if name not in now
             or (now[name].shape, now[name].dtype) != (one.shape, one.dtype)
-            or not torch.equal(_bytes(now[name]), _bytes(one.to(state.device)))
+            or not torch.equal(_as_bytes(now[name]), _as_bytes(one.to(state.device)))
         ]
     if lost:
         more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
@@ -63,7 +63,7 @@ def check_loading(state: TrainingState) -> None:
         )
 
 
-def _bytes(tensor: Tensor) -> Tensor:
+def _as_bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
@@ -72,12 +72,12 @@ def why_not_restored(state: TrainingState) -> str:
     try:
         training_state.check(state)
         kept = state.kept_of_optimizer()
-        return _shared_memory(state, kept) or _gradients_left(state) or _restored_otherwise(state, kept)
+        return _shared_memory_problem(state, kept) or _gradients_left_problem(state) or _restore_problem(state, kept)
     except ConfigError as error:
         return str(error)
 
 
-def _shared_memory(state: TrainingState, kept: KeptByOptimizer) -> str:
+def _shared_memory_problem(state: TrainingState, kept: KeptByOptimizer) -> str:
     plain = ((name, one) for name, one in named_tensors(state.model).items() if one.numel() and not why_not_plain(one))
     owners = {one.untyped_storage().data_ptr(): name for name, one in plain}
     for name, one in kept.tensors.items():
@@ -89,7 +89,7 @@ def _shared_memory(state: TrainingState, kept: KeptByOptimizer) -> str:
     return ""
 
 
-def _gradients_left(state: TrainingState) -> str:
+def _gradients_left_problem(state: TrainingState) -> str:
     names = {one: name for name, one in state.model.named_parameters()}
     for parameter in (one for group in state.optimizer.param_groups for one in group["params"]):
         grad = parameter.grad
@@ -101,15 +101,15 @@ def _gradients_left(state: TrainingState) -> str:
     return ""
 
 
-def _restored_otherwise(state: TrainingState, kept: KeptByOptimizer) -> str:
+def _restore_problem(state: TrainingState, kept: KeptByOptimizer) -> str:
     """Name what a restore would make otherwise; no tensor is copied, so types, shapes and places are compared."""
     content = json.loads(json.dumps({"type": type(state.optimizer).__name__, **kept.as_json()}))
     saved = {name: SavedTensor(one.shape, one.dtype) for name, one in kept.tensors.items()}
-    back, _ = optimizer_state.restored(state.model, state.optimizer, content, saved, is_meta=True)
+    back, _ = optimizer_state.state_to_fill(state.model, state.optimizer, content, saved, is_meta=True)
     for name, parameter in state.model.named_parameters():
         live = state.optimizer.state.get(parameter, {})
         for key in {**live, **back.get(parameter, {})}:
-            if _kind(live.get(key)) != _kind(back[parameter].get(key)):
+            if _comparison_key(live.get(key)) != _comparison_key(back[parameter].get(key)):
                 return (
                     f"The optimizer's `state[{name}][{key!r}]` would not come back from a checkpoint as it is. Keep tensors, numbers and texts in "
                     "`state[parameter]`, under names, as the optimizers of `torch.optim` do."
@@ -117,19 +117,19 @@ def _restored_otherwise(state: TrainingState, kept: KeptByOptimizer) -> str:
     return ""
 
 
-def _kind(value: Any) -> Any:
+def _comparison_key(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.shape, value.dtype, value.stride(), value.requires_grad
     return type(value), repr(value)
 
 
-def of_all_ranks(state: TrainingState) -> dict[str, int]:
+def digests_to_compare(state: TrainingState) -> dict[str, int]:
     """Return a number for each thing that rank zero alone saves, though DDP does not keep it equal on all ranks."""
     attributes = state.kept_of_optimizer().attributes
     texts = {f"{name} of the optimizer": json.dumps(one, sort_keys=True) for name, one in attributes.items()}
     known = named_tensors(state.model)
     memory = {one.data_ptr() for one in known.values()}
-    is_each_ranks = training_state.each_ranks(state.model)
+    is_each_ranks = training_state.per_rank_predicate(state.model)
     saved = state.model.state_dict()
     unknown = [name for name in saved if not (name in known or is_each_ranks(name))]
     others = {name: saved[name] for name in unknown if saved[name].data_ptr() not in memory}
@@ -138,9 +138,9 @@ def of_all_ranks(state: TrainingState) -> dict[str, int]:
 
 
 def why_ranks_differ(reports: Iterable[Mapping[str, int]]) -> str:
-    """Say what of `of_all_ranks` ranks do not have equal."""
+    """Say what of `digests_to_compare` ranks do not have equal."""
     names = [f"`{name}`" for name in digests.differing_tensors([*reports])]
     return (
-        f"The ranks do not have the same {few(names, _MOST_NAMED)}, but a checkpoint holds one value for all. Make it equal on all ranks, or make it a buffer, or "
+        f"The ranks do not have the same {shorten_names(names, _MOST_NAMED)}, but a checkpoint holds one value for all. Make it equal on all ranks, or make it a buffer, or "
         "return it from `get_extra_state`, which is saved for each rank."
     )

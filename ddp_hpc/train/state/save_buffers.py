@@ -12,10 +12,10 @@ from torch import Tensor
 from ddp_hpc.run.checkpoints import shards
 from ddp_hpc.run.checkpoints.checkpoint_store import CHUNK_BYTES
 from ddp_hpc.run.checkpoints.shards import TensorEntry
-from ddp_hpc.train.state.gpu_staging import Place, Side, Staging, packed_places, view_of
-from ddp_hpc.train.state.training_state import DTYPES, NamedTensor
+from ddp_hpc.train.state.gpu_staging import ByteRange, SideStream, Staging, packed_ranges, view_of
+from ddp_hpc.train.state.training_state import DTYPE_NAMES, NamedTensor
 
-_ALONE = 32767
+_MAX_UNTHREADED = 32767
 """The most elements for which PyTorch starts no threads of its own (at::internal::GRAIN_SIZE)."""
 _PAGE_BYTES = 4096
 
@@ -29,10 +29,10 @@ class SaveBuffers:
 
     def __init__(self, device: torch.device, staging: Staging | None = None) -> None:
         """Tensors of a GPU go through a staging block; a test may have one on the CPU."""
-        self._staging = Staging(Side(device)) if staging is None and device.type == "cuda" else staging
+        self._staging = Staging(SideStream(device)) if staging is None and device.type == "cuda" else staging
         self._layout: Sequence[tuple[object, ...]] = ()
         self._header = b""
-        self._places: list[Place] = []
+        self._places: list[ByteRange] = []
         self._blocks: list[Tensor] = []
         """The host's memory for the shard, without its header: one block after the other."""
         self._spans: list[list[tuple[str, Tensor]]] = []
@@ -58,7 +58,7 @@ class SaveBuffers:
             self._staging.give_back()
         # The kernel gives memory when it is first written to, and that takes longer than a copy. So write one byte of each page.
         for block in self._blocks:
-            for some in block[::_PAGE_BYTES].split(_ALONE):
+            for some in block[::_PAGE_BYTES].split(_MAX_UNTHREADED):
                 some.zero_()
 
     @torch.no_grad()
@@ -70,7 +70,7 @@ class SaveBuffers:
         elif named:
             torch._foreach_copy_(self._views, [item.tensor for item in named])
 
-    def parts(self, watched: AbstractSet[str] = frozenset()) -> Iterator[memoryview | bytes]:
+    def shard_parts(self, watched: AbstractSet[str] = frozenset()) -> Iterator[memoryview | bytes]:
         """Wait until the copy is complete, and return the shard to write: its header, then all bytes in parts; for the writer's thread.
 
         A part is checked just before it is returned, so that the disk has work while the next one is checked.
@@ -101,10 +101,10 @@ class SaveBuffers:
             return
         self._layout = ()  # should one of the next lines fail
         tensors = [item.tensor for item in named]
-        self._places = packed_places(tensors)
+        self._places = packed_ranges(tensors)
         self._header = shards.shard_header(
             [  # each tensor is written whole: one piece, as large as the tensor
-                TensorEntry(item.name, DTYPES[item.tensor.dtype], shape, *place, shape, (0,) * len(shape))
+                TensorEntry(item.name, DTYPE_NAMES[item.tensor.dtype], shape, *place, shape, (0,) * len(shape))
                 for item, place in zip(named, self._places, strict=True)
                 for shape in [tuple(item.tensor.shape)]
             ]
@@ -119,7 +119,7 @@ class SaveBuffers:
                 self._blocks = [side.host_block(size) for size in block_sizes(num_bytes, largest=side.largest_block)]
         self._spans = [[] for _ in self._blocks]
         for item, place in zip(named, self._places, strict=True):
-            for number, _, part in self._cut(place):
+            for number, _, part in self._block_parts(place):
                 self._spans[number].append((item.name, part.view(item.tensor.dtype)))
         if self._staging is not None:
             self._staging.plan(named, self._places)
@@ -129,10 +129,10 @@ class SaveBuffers:
 
     def _send(self, begin: int, content: Tensor) -> None:
         """Copy bytes to their place in the blocks."""
-        for _, skipped, part in self._cut((begin, begin + content.numel())):
+        for _, skipped, part in self._block_parts((begin, begin + content.numel())):
             part.copy_(content[skipped : skipped + part.numel()], non_blocking=True)
 
-    def _cut(self, place: Place) -> Iterator[tuple[int, int, Tensor]]:
+    def _block_parts(self, place: ByteRange) -> Iterator[tuple[int, int, Tensor]]:
         """Yield what the blocks have of a place: a block's number, how many of the bytes come before it, and its part."""
         start = 0
         for number, block in enumerate(self._blocks):
@@ -154,5 +154,5 @@ def block_sizes(num_bytes: int, *, largest: int) -> list[int]:
 
 def _is_finite(tensor: Tensor) -> bool:
     # In small parts, so that PyTorch does not start its threads beside those that train on the same CPUs.
-    extremes = [one for some in tensor.split(_ALONE) if some.numel() for one in some.aminmax()]
+    extremes = [one for some in tensor.split(_MAX_UNTHREADED) if some.numel() for one in some.aminmax()]
     return not extremes or all(map(math.isfinite, torch.stack(extremes).tolist()))

@@ -15,15 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from ddp_hpc.base.errors import ConfigError
-from ddp_hpc.base.names import few
-from ddp_hpc.run.checkpoints.shards import named_below
+from ddp_hpc.base.names import shorten_names
+from ddp_hpc.run.checkpoints.shards import select_by_prefix
 from ddp_hpc.train.data.sample_order import Position
 from ddp_hpc.train.state import group_options, optimizer_state, rng
 from ddp_hpc.train.state.moving_average import MovingAverage
 from ddp_hpc.train.state.optimizer_state import KeptByOptimizer, SavedTensor
 
-# The names must be those of `shards.ITEM_BYTES`, which knows the same dtypes without torch.
-DTYPES = {
+# The names must be those of `shards.ITEM_BYTES_BY_DTYPE`, which knows the same dtypes without torch.
+DTYPE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -85,7 +85,7 @@ class TrainingState:
 
     def __post_init__(self) -> None:
         self.options_as_made = group_options.options_as_text(self.optimizer.param_groups)
-        self.members_as_made = _members(self.optimizer)
+        self.members_as_made = _group_members(self.optimizer)
         self.attributes_as_made = optimizer_state.attributes(self.model, self.optimizer)
 
     def kept_of_optimizer(self) -> KeptByOptimizer:
@@ -111,7 +111,7 @@ def tensors(state: TrainingState, kept: KeptByOptimizer | None = None) -> list[N
     return [*weights, *of_optimizer, *of_rank]
 
 
-def tensors_of_all(state: TrainingState) -> dict[str, Tensor]:
+def replicated_tensors(state: TrainingState) -> dict[str, Tensor]:
     """Return the tensors whose values all ranks must have equal and that can be compared, without those that one rank owns.
 
     The weights have the names that their module gives them: its `state_dict` may rename, copy or leave out what it holds.
@@ -120,7 +120,7 @@ def tensors_of_all(state: TrainingState) -> dict[str, Tensor]:
 
 
 def tensors_to_compare(state: TrainingState) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return `tensors_of_all`, and by name the tensors that all ranks must have equal but that cannot be compared, with the reason."""
+    """Return `replicated_tensors`, and by name the tensors that all ranks must have equal but that cannot be compared, with the reason."""
     compared, left_out = dict[str, Tensor](), dict[str, str]()
 
     def add(name: str, tensor: Tensor) -> None:
@@ -169,7 +169,7 @@ def check(state: TrainingState) -> None:
                 "Make it part of the model. For a loss with parameters, write `model.criterion = criterion`."
             )
     for name, tensor, _ in tensors(state):
-        if tensor.dtype not in DTYPES or tensor.layout != torch.strided:
+        if tensor.dtype not in DTYPE_NAMES or tensor.layout != torch.strided:
             raise ConfigError(
                 f"`{name}` is a tensor of {tensor.dtype} and {tensor.layout}, which a checkpoint cannot hold. "
                 "Use a strided tensor of another dtype; for complex numbers, that of `torch.view_as_real`."
@@ -182,17 +182,17 @@ def check(state: TrainingState) -> None:
     non_tensor_state(state)
 
 
-def saved_shapes(state: TrainingState) -> dict[str, dict[str, SavedTensor]]:
+def shapes_to_save(state: TrainingState) -> dict[str, dict[str, SavedTensor]]:
     """Return names and shapes of what the model and its average save, for those whose loading only copies tensors."""
     return {prefix: _shapes(module) for prefix, module in _modules(state) if loads_plainly(module)}
 
 
 def why_not_loadable(state: TrainingState, made: Mapping[str, Mapping[str, SavedTensor]]) -> str:
-    """Say why the model could not load what it saves now: its forward has changed what it had when it was `made` (`saved_shapes`).
+    """Say why the model could not load what it saves now: its forward has changed what it had when it was `made` (`shapes_to_save`).
 
     Empty if it could, or if it has loading code of its own, which may do what is needed.
     """
-    if _members(state.optimizer) != state.members_as_made:
+    if _group_members(state.optimizer) != state.members_as_made:
         return (
             "Training has changed which parameters the optimizer has in which of its groups, or their order (`add_param_group`, say), so no run could resume from a checkpoint "
             "of it: a resumed run begins with the groups of the recipe. Leave the groups as they are, and freeze weights by a rate of 0 (`lr` of a group) "
@@ -202,7 +202,7 @@ def why_not_loadable(state: TrainingState, made: Mapping[str, Mapping[str, Saved
         if prefix not in made:
             continue
         now = _shapes(module)
-        found = differences(made[prefix], now, missing="gone", unknown="new") or few(
+        found = difference_text(made[prefix], now, missing="gone", unknown="new") or shorten_names(
             [
                 f"{name} {one.dtype} instead of {made[prefix][name].dtype}"
                 for name, one in now.items()
@@ -221,7 +221,7 @@ def why_not_loadable(state: TrainingState, made: Mapping[str, Mapping[str, Saved
     return ""
 
 
-def _members(optimizer: torch.optim.Optimizer) -> list[list[int]]:
+def _group_members(optimizer: torch.optim.Optimizer) -> list[list[int]]:
     return [[*map(id, group["params"])] for group in optimizer.param_groups]
 
 
@@ -282,7 +282,7 @@ class Restoration:
         modules = _modules(state) if self._has_average else [("model", state.model)]
         self._weights = [_WeightsToLoad(module, saved, prefix, state.rank) for prefix, module in modules]
         content = plain["optimizer"]
-        self._of_optimizer, of_optimizer = optimizer_state.restored(state.model, state.optimizer, content, saved)
+        self._of_optimizer, of_optimizer = optimizer_state.state_to_fill(state.model, state.optimizer, content, saved)
         self._own_options = content.get("own_options", [])
         group_options.check(state.optimizer.param_groups, self._own_options)
         starts = (f"rank.{state.rank}/rng.", f"rank.{state.rank}/loss_meter")  # and on rank zero, all loss meters
@@ -325,7 +325,7 @@ class Restoration:
         state, own = self._state, f"rank.{self._state.rank}/"
         if self._num_ranks == state.world_size:
             state.loss_meter.copy_(self._own[f"{own}loss_meter"])
-            rng.restore(named_below(f"{own}rng.", self._own), state.device)
+            rng.restore(select_by_prefix(f"{own}rng.", self._own), state.device)
             return
         meters = [one for name, one in sorted(self._own.items()) if name.endswith("/loss_meter")]
         state.loss_meter.copy_(torch.stack(meters).sum() if state.rank == 0 else torch.zeros(()))
@@ -337,7 +337,7 @@ class Restoration:
 
 def _weights(prefix: str, module: nn.Module, state: TrainingState) -> Iterator[NamedTensor]:
     shared = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-    is_each_ranks = each_ranks(state.model)
+    is_each_ranks = per_rank_predicate(state.model)
     for name, value in module.state_dict().items():
         if not isinstance(value, Tensor):
             raise ConfigError(
@@ -350,7 +350,7 @@ def _weights(prefix: str, module: nn.Module, state: TrainingState) -> Iterator[N
         yield NamedTensor(f"{own}{prefix}/{name}", value, owner)
 
 
-def each_ranks(model: nn.Module) -> Callable[[str], bool]:
+def per_rank_predicate(model: nn.Module) -> Callable[[str], bool]:
     """Return what tells whether each rank has a value of its own under a name of a `state_dict`: DDP does not send rank zero's to all."""
     ignored = frozenset(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
     return lambda name: name.rpartition(".")[2] == "_extra_state" or name in ignored
@@ -369,11 +369,11 @@ class _WeightsToLoad:
         names = {name.removeprefix(start): name for start in starts for name in saved if name.startswith(start)}
         found = {name: saved[full] for name, full in names.items()}
         own = module.state_dict()
-        misfits = differences(own, found)
+        misfits = difference_text(own, found)
         self._module = module
         self._is_plain = loads_plainly(module)
         if misfits and self._is_plain:
-            raise _of_another_model(misfits)
+            raise _other_model_error(misfits)
         kept = {name: one for name, one in own.items() if self._is_plain and _can_be_filled(one, found[name])}
         self._found = {name: kept[name] if name in kept else one.empty() for name, one in found.items()}
         self._is_in_place = len(kept) == len(found)
@@ -386,7 +386,7 @@ class _WeightsToLoad:
         try:
             load(self._module, self._found)
         except RuntimeError as error:
-            raise _of_another_model(differences(self._module.state_dict(), self._found) or str(error)) from error
+            raise _other_model_error(difference_text(self._module.state_dict(), self._found) or str(error)) from error
 
 
 def load(module: nn.Module, found: Mapping[str, Tensor]) -> None:
@@ -394,12 +394,12 @@ def load(module: nn.Module, found: Mapping[str, Tensor]) -> None:
     try:
         module.load_state_dict(found)
     except RuntimeError:
-        if differences(module.state_dict(), found) or not module.state_dict().keys() < named_tensors(module).keys():
+        if difference_text(module.state_dict(), found) or not module.state_dict().keys() < named_tensors(module).keys():
             raise
         module.load_state_dict(found, strict=False)
 
 
-def _of_another_model(misfits: str) -> ConfigError:
+def _other_model_error(misfits: str) -> ConfigError:
     return ConfigError(
         f"The checkpoint is of another model: {misfits}. Undo the change of the "
         "recipe, start over with `ddp-hpc submit --fresh`, or give the run a new `name`."
@@ -415,7 +415,7 @@ def _can_be_filled(own: Any, saved: SavedTensor) -> bool:
     )
 
 
-_LOADING = (
+_LOADING_METHODS = (
     *("load_state_dict", "_load_from_state_dict", "set_extra_state"),
     *("state_dict", "_save_to_state_dict", "get_extra_state"),
 )
@@ -433,17 +433,19 @@ def loads_plainly(module: nn.Module) -> bool:
 
 
 def _has_loading_code(part: nn.Module) -> bool:
-    if any(getattr(part, hooks, None) for hooks in _LOADING_HOOKS) or not vars(part).keys().isdisjoint(_LOADING):
+    if any(getattr(part, hooks, None) for hooks in _LOADING_HOOKS) or not vars(part).keys().isdisjoint(
+        _LOADING_METHODS
+    ):
         return True
     return any(
         getattr(type(part), name) is not getattr(nn.Module, name)
         # Batch norm's own loading code only adds a counter that files written before PyTorch 0.4.1 lack.
         and getattr(type(part), name) is not getattr(nn.BatchNorm1d, name)
-        for name in _LOADING
+        for name in _LOADING_METHODS
     )
 
 
-def differences(
+def difference_text(
     own: Mapping[str, Tensor | SavedTensor],
     found: Mapping[str, Tensor | SavedTensor],
     *,
@@ -461,4 +463,4 @@ def differences(
         unknown: sorted(found.keys() - own.keys()),
         "of another shape": shapes,
     }
-    return "; ".join(f"{what}: {few(names, _MOST_NAMES)}" for what, names in parts.items() if names)
+    return "; ".join(f"{what}: {shorten_names(names, _MOST_NAMES)}" for what, names in parts.items() if names)

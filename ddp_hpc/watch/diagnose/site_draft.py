@@ -72,7 +72,7 @@ def survey(environ: Mapping[str, str]) -> Survey:
                 found,
                 cluster=client.config(environ),
                 partitions=client.partitions(environ),
-                shapes=client.shapes(environ),
+                shapes=client.node_shapes(environ),
                 accounts=client.accounts(environ),
             )
     return found
@@ -93,12 +93,12 @@ def propose(found: Survey, *, name: str | None = None) -> str:
     """Return the draft of a profile, as YAML; a guess stands in it as a comment."""
     lines = [
         f"# Proposed by `ddp-hpc site init` on {found.host}. Check it, and add what is missing: lines with `#` are suggestions.",
-        *_section("site", _about(found, name))[1:],
+        *_section("site", _site_lines(found, name))[1:],
         *(["", f"runs_dir: {found.scratch}/runs"] if found.scratch else []),
-        *_section("slurm", _slurm(found)),
+        *_section("slurm", _slurm_lines(found)),
         *_section("container", (f"runtime: {name}" for name in found.runtimes[:1])),
-        *_network(found),
-        *_section("partitions", _partitions(found)),
+        *_network_lines(found),
+        *_section("partitions", _partition_lines(found)),
     ]
     return "\n".join(lines) + "\n"
 
@@ -115,7 +115,7 @@ def _section(name: str, lines: Iterator[str]) -> list[str]:
     return ["", f"{'# ' if is_empty else ''}{name}:", *body] if body else []
 
 
-def _about(found: Survey, name: str | None) -> Iterator[str]:
+def _site_lines(found: Survey, name: str | None) -> Iterator[str]:
     pattern = re.sub(r"\d+$", "*", found.host.partition(".")[0])
     yield f"name: {dump_value(name or proposed_name(found))}"
     yield f"hosts: {dump_value([pattern])}  # this host is {found.host}; add the other login nodes"
@@ -127,7 +127,7 @@ def _about(found: Survey, name: str | None) -> Iterator[str]:
         yield f"# {mount} is a file system that hosts may share ({kind})"
 
 
-def _slurm(found: Survey) -> Iterator[str]:
+def _slurm_lines(found: Survey) -> Iterator[str]:
     if found.cluster is None:
         return
     default = next((one for one in found.partitions if one.is_default), None)
@@ -143,7 +143,7 @@ def _slurm(found: Survey) -> Iterator[str]:
         yield "# modules: [...]  # modules that the job's Python or container runtime needs"
 
 
-def _network(found: Survey) -> list[str]:
+def _network_lines(found: Survey) -> list[str]:
     if not found.interfaces:
         return []
     names = ", ".join(f"{one.name} ({fabric(one)})" for one in found.interfaces)
@@ -157,14 +157,14 @@ def _network(found: Survey) -> list[str]:
     ]
 
 
-def _partitions(found: Survey) -> Iterator[str]:
+def _partition_lines(found: Survey) -> Iterator[str]:
     for partition in found.partitions:
         shapes = [one for one in found.shapes if one.partition == partition.name]
         about = []
         for one in shapes:
             of_gpus = f", {one.num_gpus} {one.gpu_type or 'GPU'}" if one.num_gpus else ""
             about.append(f"{one.num_nodes} nodes of {one.num_cpus} CPUs, {one.mem_mb / 1024:.0f} GiB{of_gpus}")
-        yield f"{dump_value(partition.name)}:  # {'; '.join([*about, *_rules(partition)])}"
+        yield f"{dump_value(partition.name)}:  # {'; '.join([*about, *_rule_texts(partition)])}"
         gpus = {(one.num_gpus, one.gpu_type) for one in shapes if one.num_gpus}
         if len(gpus) == 1 and len({one.num_gpus for one in shapes}) == 1:
             number, kind = next(iter(gpus))
@@ -172,7 +172,7 @@ def _partitions(found: Survey) -> Iterator[str]:
             yield f"  # resources: {whole}  # a whole node for each run that does not say; unset: a run says how many it needs"
 
 
-def _rules(partition: Partition) -> Iterator[str]:
+def _rule_texts(partition: Partition) -> Iterator[str]:
     if not partition.is_up:
         yield "not UP when this draft was made: Slurm starts no jobs here until an administrator sets it UP; else delete this entry"
     if partition.max_time_min is not None:

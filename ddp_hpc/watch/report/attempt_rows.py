@@ -8,11 +8,11 @@ from typing import Any
 from ddp_hpc.base.names import plural
 from ddp_hpc.run.run_dir.timeline import Mark
 from ddp_hpc.watch.attempt_times import AttemptTime
-from ddp_hpc.watch.report.axes import clock_times
+from ddp_hpc.watch.report.axes import clock_axis
 from ddp_hpc.watch.report.words import duration, moment
 
 MOST_ROWS = 40
-_MOST_TICKS = 60
+_MOST_SAVES = 60
 _ENDS = {
     "finished": "finished",
     "stopped": "stopped",
@@ -30,7 +30,7 @@ def rows_of(
         return [], []
     begin = min(min(one.queued_at or one.attempt.started_at, one.attempt.started_at) for one in shown)
     end = max([begin + 1.0, *(one.ended_at for one in shown)])
-    axis = clock_times(begin, end)
+    axis = clock_axis(begin, end)
     return [
         _row(one, begin, end, [mark for mark in marks if mark.attempt == one.attempt.attempt]) for one in shown
     ], axis.ticks
@@ -53,7 +53,7 @@ def parts_of(time: AttemptTime) -> list[tuple[str, float, float]]:
     return [(kind, one, two) for kind, one, two in found if two > one]
 
 
-def _steps(time: AttemptTime) -> str:
+def _steps_text(time: AttemptTime) -> str:
     if time.reached_step <= time.first_step:
         return "none"
     text = f"{time.first_step} to {time.reached_step}"
@@ -72,19 +72,19 @@ def _row(time: AttemptTime, begin: float, end: float, marks: Sequence[Mark]) -> 
         "nodes": ", ".join(names) if len(names) <= 4 else f"{len(names)} nodes: {', '.join(names[:3])}, ...",
         "started": moment(attempt.started_at),
         "ran": duration(time.length_s),
-        "steps": _steps(time),
-        "end": _end(time),
-        "reason": attempt.reason or _end(time),
-        "title": f"attempt {attempt.attempt}, {plural(time.num_nodes, 'node')}: {_end(time)}",
+        "steps": _steps_text(time),
+        "end": _end_text(time),
+        "reason": attempt.reason or _end_text(time),
+        "title": f"attempt {attempt.attempt}, {plural(time.num_nodes, 'node')}: {_end_text(time)}",
         "spans": [
             (kind, (one - begin) / width, (two - one) / width, f"{kind} {duration(two - one)}")
             for kind, one, two in parts_of(time)
         ],
-        "saves": saves if len(saves) <= _MOST_TICKS else [],
+        "saves": saves if len(saves) <= _MOST_SAVES else [],
     }
 
 
-def _end(time: AttemptTime) -> str:
+def _end_text(time: AttemptTime) -> str:
     if time.is_open:
         return "goes on"
     attempt = time.attempt

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from ddp_hpc.watch.report.words import compact, moment
 
-_STEPS = (1, 2, 2.5, 5, 10)
-_TIMES = (1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 21600, 43200, 86400)
+_ROUND_STEPS = (1, 2, 2.5, 5, 10)
+_ROUND_TIMES_S = (1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 21600, 43200, 86400)
 _LOG_FROM = 20
 """Values that differ by more than this factor have a logarithmic axis."""
 
@@ -57,16 +57,16 @@ def axis(values: Iterable[float], *, margin: float = 0.06, count: int = 4, may_b
         low, high = max(0.0, low - beside) if low >= 0 else low - beside, high + beside
         rough = (high - low) / count
         power = 10.0 ** math.floor(math.log10(rough))
-        step = next(one * power for one in _STEPS if one * power >= rough * 0.999)
+        step = next(one * power for one in _ROUND_STEPS if one * power >= rough * 0.999)
         marks = [number * step for number in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
         may_be_log = False
     return ChartAxis(low, high, {one: compact(one) for one in marks}, may_be_log)
 
 
-def clock_times(begin: float, end: float) -> ChartAxis:
+def clock_axis(begin: float, end: float) -> ChartAxis:
     """Return an axis of local times, in seconds since the epoch, with at most six marks at round times."""
     length = max(end - begin, 1.0)
-    step = next((one for one in _TIMES if one * 5 >= length), 0) or 86400 * math.ceil(length / 86400 / 5)
+    step = next((one for one in _ROUND_TIMES_S if one * 5 >= length), 0) or 86400 * math.ceil(length / 86400 / 5)
     pattern = "%H:%M:%S" if step < 60 else "%H:%M" if length < 86400 else "%d %b %H:%M" if step < 86400 else "%d %b"
     first = math.ceil(begin / step) * step
     marks = range(first, math.floor(begin + length) + 1, step)

@@ -123,7 +123,7 @@ def loss_lines(series: Series) -> list[Line]:
     ]
     if finite_points(series.loss):
         lines.append(Line("main", series.loss, "training loss, the mean of each log interval"))
-    return [*lines, *_broken("the loss", series.loss), *_evaluations("loss", series.evaluations.get("loss", ()))]
+    return [*lines, *_gap_lines("the loss", series.loss), *_evaluations("loss", series.evaluations.get("loss", ()))]
 
 
 def _evaluations(name: str, points: Sequence[ChartPoint]) -> list[Line]:
@@ -131,10 +131,10 @@ def _evaluations(name: str, points: Sequence[ChartPoint]) -> list[Line]:
         Line("evaluation", [one], f"evaluation at step {one.step:g}: {name} {compact(one.value)}")
         for one in finite_points(points)
     ]
-    return [*shown, *_broken(f"the {name} of the evaluation", points)]
+    return [*shown, *_gap_lines(f"the {name} of the evaluation", points)]
 
 
-def _broken(what: str, points: Sequence[ChartPoint]) -> list[Line]:
+def _gap_lines(what: str, points: Sequence[ChartPoint]) -> list[Line]:
     return [
         Line("broken", [ChartPoint(one.step, math.inf)], f"step {one.step:g}: {what} is NaN or infinite")
         for one in points

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from ddp_hpc.run.checkpoints.save_interval import SaveInterval
-from ddp_hpc.run.run_dir.joined_ranks import MeetingRecord
+from ddp_hpc.run.run_dir.joined_ranks import RendezvousRecord
 from ddp_hpc.run.run_dir.machine_use import MachineUse, merge_uses
 from ddp_hpc.run.run_dir.software_versions import Environment
-from ddp_hpc.run.run_dir.timeline import Alarm, Mark, RanksLook
+from ddp_hpc.run.run_dir.timeline import Mark, RankComparison, SlowRankAlarm
 from ddp_hpc.watch.attempt_times import AttemptTime
 from ddp_hpc.watch.checkpoints import CheckpointInfo
 from ddp_hpc.watch.goodput import Goodput
@@ -33,9 +33,9 @@ class RunData:
     """With `checkpoint.every_steps=auto`: how often it saves, and what that costs."""
     series: Series
     marks: Sequence[Mark]
-    looks: Sequence[RanksLook]
-    alarms: Sequence[Alarm]
-    meetings: Mapping[int, MeetingRecord]
+    looks: Sequence[RankComparison]
+    alarms: Sequence[SlowRankAlarm]
+    meetings: Mapping[int, RendezvousRecord]
     """Attempt -> where its ranks met."""
     checkpoints: Sequence[CheckpointInfo]
     environments: Mapping[int, Environment]

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from ddp_hpc import __version__
-from ddp_hpc.base.discretion import as_shown, masked, printable
+from ddp_hpc.base.discretion import escape_controls, mask_secrets, value_or_hidden
 from ddp_hpc.base.names import plural
 from ddp_hpc.run.run_dir.machine_use import merge_uses, use_texts
-from ddp_hpc.run.run_dir.software_versions import Environment, differences
+from ddp_hpc.run.run_dir.software_versions import Environment, change_texts
 from ddp_hpc.watch.attempt_times import KINDS
 from ddp_hpc.watch.checkpoints import CheckpointInfo
 from ddp_hpc.watch.compare_runs import differing_keys
@@ -23,7 +23,7 @@ from ddp_hpc.watch.report.series import finite_points
 from ddp_hpc.watch.report.words import compact, duration, hours, milliseconds, moment, share
 
 _CODE = re.compile(r"`([^`]*)`")
-_WHERE = {
+_PHRASE_BY_STATE = {
     "finished": "Finished at",
     "stopped": "Stopped at",
     "failed": "Failed at",
@@ -39,7 +39,7 @@ _MOST_CHANGES = 12
 
 def page_of(run: RunData, *, now: float, against: RunData | None = None) -> str:
     """Return the page of one run, with another run beside it."""
-    view = {**view_of(run), "against": None if against is None else _beside(run, against)}
+    view = {**view_of(run), "against": None if against is None else _comparison_view(run, against)}
     return render_page("run.html.j2", view, now=now, secrets=[*run.secrets, *(against.secrets if against else ())])
 
 
@@ -53,7 +53,7 @@ def view_of(run: RunData) -> dict[str, Any]:
         "path": run.path,
         "run": run,
         "lead": summary_text(run),
-        "figures": figures(run),
+        "figures": headline_numbers(run),
         "attempts": rows,
         "time_ticks": time_ticks,
         "kinds": time_shares(run),
@@ -79,15 +79,15 @@ def summary_text(run: RunData) -> str:
     reason = "" if not status.reason or (run.failure and run.is_failure_newest) else f" {_sentence(status.reason)}"
     took = f"{plural(len(run.times), 'attempt')} took {hours(run.goodput.running_h)} of node time"
     useful = f", of which {share(good)} was training whose steps the run has kept." if good is not None else "."
-    return f"{_where(run)}{reason} {took[0].upper()}{took[1:]}{useful}"
+    return f"{_progress_text(run)}{reason} {took[0].upper()}{took[1:]}{useful}"
 
 
-def _where(run: RunData) -> str:
+def _progress_text(run: RunData) -> str:
     status = run.status
     if status.saves is not None and not status.step:
         return f"The script has {'saved its state' if status.saves else 'reported no save of its state'}."
     total = "" if status.total_steps is None else f" of {status.total_steps:,}"
-    verb = _WHERE.get(status.state, "Ended at")
+    verb = _PHRASE_BY_STATE.get(status.state, "Ended at")
     return f"{verb} step {status.step:,}{total}."
 
 
@@ -95,7 +95,7 @@ def _sentence(text: str) -> str:
     return f"{text[0].upper()}{text[1:].rstrip('.')}."
 
 
-def figures(run: RunData) -> list[tuple[str, str, str]]:
+def headline_numbers(run: RunData) -> list[tuple[str, str, str]]:
     """Return the numbers at the head of the page: name, value, and what stands below it."""
     status, goodput = run.status, run.goodput
     found: list[tuple[str, str, str]] = []
@@ -185,14 +185,14 @@ def _environment(run: RunData) -> list[tuple[str, str]]:
 def _changes(run: RunData) -> Iterable[tuple[int, str]]:
     before: Environment | None = None
     for attempt, one in sorted(run.environments.items()):
-        changes = [] if before is None else [*differences(before, one)]
+        changes = [] if before is None else [*change_texts(before, one)]
         if changes:
             more = f"; {len(changes) - _MOST_CHANGES} more" if len(changes) > _MOST_CHANGES else ""
             yield attempt, "; ".join(changes[:_MOST_CHANGES]) + more
         before = one
 
 
-def _beside(run: RunData, other: RunData) -> dict[str, Any]:
+def _comparison_view(run: RunData, other: RunData) -> dict[str, Any]:
     name = other.path.name if other.path.name != run.path.name else str(other.path)
     theirs = charts.Line("other", other.series.loss, f"loss of {name}")
     ours = [line for line in charts.loss_lines(run.series) if line.kind != "lost"]
@@ -207,13 +207,13 @@ def _beside(run: RunData, other: RunData) -> dict[str, Any]:
         "missing": other.missing,
         "lead": f"{name} is at step {other.status.step:,}.{loss} {plural(len(keys), 'key')} of the configuration {'differs' if len(keys) == 1 else 'differ'}.",
         "chart": charts.chart_of(f"Loss, and dotted: {name}", [theirs, *ours], may_be_log=True) if has_loss else None,
-        "differences": [(key, _shown(key, run), _shown(key, other)) for key in keys],
-        "environment": [*differences(*newest)] if len(newest) == 2 else [],
+        "differences": [(key, _value_text(key, run), _value_text(key, other)) for key in keys],
+        "environment": [*change_texts(*newest)] if len(newest) == 2 else [],
     }
 
 
-def _shown(key: str, run: RunData) -> str:
-    value = as_shown(key, run.values.get(key))
+def _value_text(key: str, run: RunData) -> str:
+    value = value_or_hidden(key, run.values.get(key))
     return "unset" if value is None else str(value)
 
 
@@ -227,7 +227,7 @@ def render_page(template: str, view: dict[str, Any], *, now: float, secrets: Seq
     from markupsafe import Markup, escape
 
     def shown(value: Any) -> Any:
-        return printable(masked(value, secrets)) if type(value) is str else value
+        return escape_controls(mask_secrets(value, secrets)) if type(value) is str else value
 
     templates = Templates(
         autoescape=True,

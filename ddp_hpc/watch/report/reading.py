@@ -9,15 +9,15 @@ from functools import partial
 from types import MappingProxyType
 from typing import TypeVar
 
-from ddp_hpc.base.discretion import masked, secret_values
+from ddp_hpc.base.discretion import mask_secrets, secret_values
 from ddp_hpc.base.errors import DdpHpcError
-from ddp_hpc.base.names import few
-from ddp_hpc.run.run_dir.joined_ranks import read_meeting
+from ddp_hpc.base.names import shorten_names
+from ddp_hpc.run.run_dir.joined_ranks import read_rendezvous
 from ddp_hpc.run.run_dir.ledger import Ending, Ledger
 from ddp_hpc.run.run_dir.machine_use import read_uses
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.software_versions import read_environment
-from ddp_hpc.run.run_dir.timeline import Mark, RanksLook, read_alarms, read_looks, read_marks
+from ddp_hpc.run.run_dir.timeline import Mark, RankComparison, read_alarms, read_comparisons, read_marks
 from ddp_hpc.watch.attempt_times import read_times
 from ddp_hpc.watch.checkpoints import list_checkpoints
 from ddp_hpc.watch.compare_runs import config_values
@@ -57,9 +57,9 @@ def read_run(run: RunDir, *, now: float, environ: Mapping[str, str] = MappingPro
     values = config_values(run)
     secrets = secret_values(values, environ)
     series = read("The metrics", partial(read_series, run), Series())
-    looks: list[RanksLook] = read("The comparison of the ranks", partial(read_looks, run), [])
+    looks: list[RankComparison] = read("The comparison of the ranks", partial(read_comparisons, run), [])
     is_script = bool(values.get("script.command")) or status.saves is not None
-    missing += _gaps(ledger, series, marks, is_script=is_script)
+    missing += _gap_texts(ledger, series, marks, is_script=is_script)
     return RunData(
         path=run.path,
         status=status,
@@ -70,18 +70,18 @@ def read_run(run: RunDir, *, now: float, environ: Mapping[str, str] = MappingPro
         marks=marks,
         looks=looks,
         alarms=read("The history of slow ranks", partial(read_alarms, run), []),
-        meetings=_of_each(numbers, partial(read_meeting, run)),
+        meetings=_read_each_attempt(numbers, partial(read_rendezvous, run)),
         checkpoints=read("The checkpoints", partial(list_checkpoints, run, verify=False), []),
-        environments=_of_each(numbers, partial(read_environment, run)),
+        environments=_read_each_attempt(numbers, partial(read_environment, run)),
         failure=read("Why it failed", partial(_failure, run, ledger, secrets), None),
-        machines=_of_each(numbers, lambda number: read_uses(run, number) or None),
+        machines=_read_each_attempt(numbers, lambda number: read_uses(run, number) or None),
         secrets=secrets,
         values=values,
         missing=missing,
     )
 
 
-def _of_each(attempts: Sequence[int], read: Callable[[int], T | None]) -> dict[int, T]:
+def _read_each_attempt(attempts: Sequence[int], read: Callable[[int], T | None]) -> dict[int, T]:
     """Return what is known of each attempt; those of which nothing is are left out."""
     found: dict[int, T] = {}
     for number in attempts:
@@ -91,7 +91,7 @@ def _of_each(attempts: Sequence[int], read: Callable[[int], T | None]) -> dict[i
     return found
 
 
-def _gaps(ledger: Ledger, series: Series, marks: Sequence[Mark], *, is_script: bool) -> list[str]:
+def _gap_texts(ledger: Ledger, series: Series, marks: Sequence[Mark], *, is_script: bool) -> list[str]:
     """Say which parts of a report a run has no records for, and how to get them."""
     if not ledger.attempts:
         return [
@@ -109,7 +109,7 @@ def _gaps(ledger: Ledger, series: Series, marks: Sequence[Mark], *, is_script: b
         )
     never = [name for name, points in series.evaluations.items() if not finite_points(points)]
     if never:
-        found.append(f"{few(never, _MOST_NAMES)}: NaN or infinite in every evaluation, so there is no chart.")
+        found.append(f"{shorten_names(never, _MOST_NAMES)}: NaN or infinite in every evaluation, so there is no chart.")
     if not marks and not is_script and finite_points(series.loss):
         found.append(
             "The run was made with an older version of ddp-hpc, which recorded neither the phases of a step nor waits for slow ranks."
@@ -125,5 +125,5 @@ def _failure(run: RunDir, ledger: Ledger, secrets: Sequence[str]) -> tuple[int, 
     verdict = verdict_of(read_facts(run, ledger, attempt))
     if not verdict.failure:
         return None
-    shown = replace(verdict, detail=masked(verdict.detail, secrets)[:400])
+    shown = replace(verdict, detail=mask_secrets(verdict.detail, secrets)[:400])
     return attempt.attempt, shown, to_do(run, attempt, verdict, word=run.word)

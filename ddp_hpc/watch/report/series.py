@@ -9,16 +9,16 @@ from itertools import groupby, pairwise
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from ddp_hpc.base.durable import json_line, lines_of
+from ddp_hpc.base.durable import lines_of, read_line
 from ddp_hpc.base.record import decode_record
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.poll_files import Tail
-from ddp_hpc.run.run_dir.records import LINE_FIELDS
+from ddp_hpc.run.run_dir.records import NON_METRIC_FIELDS
 
 NUM_BINS = 400
 """How many parts of the x axis keep their first, last, lowest and highest point: about as many as a screen has columns."""
 MOST_EVALUATIONS = 2000
-_MOST_BYTES_OF_SMALL = 256 << 10
+_SMALL_CHART_MAX_BYTES = 256 << 10
 """Of the log of a run that has a small chart among many."""
 
 
@@ -69,7 +69,7 @@ class MetricsLine:
     skipped_updates: float | None = None
 
 
-_NUMBERS = [one.name for one in fields(MetricsLine)[3:]]
+_NUMBER_NAMES = [one.name for one in fields(MetricsLine)[3:]]
 
 
 def read_series(run: RunDir) -> Series:
@@ -84,13 +84,13 @@ def read_series(run: RunDir) -> Series:
     for line, raw in parse_lines(lines_of(run.metrics)):
         num_lines += 1
         if line.kind == "train":
-            for name in _NUMBERS:
+            for name in _NUMBER_NAMES:
                 value = getattr(line, name)
                 if value is not None or name == "loss":
                     trained.setdefault(name, []).append(_point(line.step, value))
         elif line.kind == "eval":
-            for name, value in (json_line(raw) or {}).items():
-                if name not in LINE_FIELDS and (value is None or isinstance(value, (int, float))):
+            for name, value in (read_line(raw) or {}).items():
+                if name not in NON_METRIC_FIELDS and (value is None or isinstance(value, (int, float))):
                     evaluated.setdefault(name, []).append(_point(line.step, value))
     losses, skipped = trained.get("loss", []), trained.get("skipped_updates")
     return Series(
@@ -99,7 +99,8 @@ def read_series(run: RunDir) -> Series:
         ends_not_finite=bool(losses) and math.isnan(losses[-1].value),
         num_skipped=None if skipped is None else int(sum(point.value for point in finite_points(skipped))),
         superseded=[
-            thin_out(part) for part in _parts(line for line, _ in parse_lines(lines_of(run.superseded_metrics)))
+            thin_out(part)
+            for part in _split_attempts(line for line, _ in parse_lines(lines_of(run.superseded_metrics)))
         ],
         evaluations={name: _evenly_spaced(points, MOST_EVALUATIONS) for name, points in evaluated.items()},
         num_lines=num_lines,
@@ -112,7 +113,7 @@ def read_losses(run: RunDir, *, num_bins: int) -> Series:
     Raises:
         OSError: if the file system does not answer.
     """
-    raws = Tail(run.metrics, most_bytes=_MOST_BYTES_OF_SMALL).new_raw_lines()
+    raws = Tail(run.metrics, most_bytes=_SMALL_CHART_MAX_BYTES).new_raw_lines()
     losses = [_point(line.step, line.loss) for line, _ in parse_lines(raws) if line.kind == "train"]
     return Series(numbers={"loss": thin_out(losses, num_bins)})
 
@@ -133,7 +134,7 @@ def finite_points(points: Iterable[ChartPoint]) -> list[ChartPoint]:
     return [point for point in points if math.isfinite(point.value)]
 
 
-def _parts(lines: Iterable[MetricsLine]) -> list[list[ChartPoint]]:
+def _split_attempts(lines: Iterable[MetricsLine]) -> list[list[ChartPoint]]:
     """Divide superseded lines where the steps go back or leap: there, another attempt was set aside."""
     points = finite_points(_point(line.step, line.loss) for line in lines if line.kind == "train")
     leaps = [two.step - one.step for one, two in pairwise(points) if two.step > one.step]

@@ -21,7 +21,7 @@ MOST_CHARTS = 60
 """So many points have a chart of their loss."""
 _MOST_KEYS = 12
 _MOST_FAILURES = 5
-_BINS_OF_SMALL = 100
+_SMALL_CHART_BINS = 100
 _MOST_LABELS, _FEW_LABELS = 6, 4
 _LONGEST_LABEL = 14
 _FAILED = ("failed", "refused", "interrupted")
@@ -36,7 +36,7 @@ def sweep_page(name: str, runs: Sequence[tuple[RunDir, Settings]], *, now: float
     losses = []
     for one in points[:MOST_CHARTS]:
         try:
-            losses.append(read_losses(one.run, num_bins=_BINS_OF_SMALL))
+            losses.append(read_losses(one.run, num_bins=_SMALL_CHART_BINS))
         except OSError:  # its row is there
             losses.append(Series())
     view = _view(name, points, goal, losses, unreadable, num_points=len(runs))

@@ -16,7 +16,7 @@ _FRAMES = (
 _FOLDED = re.compile(r"\s/\S*$")
 """The first part of a path that is too long for rich's box."""
 _FINAL = re.compile(r"(?P<type>[A-Za-z_][\w.]*)(?:: .*|:)?$", re.DOTALL)
-_LINK = re.compile(r"(?:During handling of the above exception|The above exception was the direct cause)")
+_CHAIN_PATTERN = re.compile(r"(?:During handling of the above exception|The above exception was the direct cause)")
 _MOST_LINES_OF_MESSAGE = 12
 _NOISE = re.compile(
     r"$|\s|\^|GLHF|frame #\d+|Exception raised from|nccl\w+(?:Error|Usage)?: |Last error:|Cuda failure|CUDA kernel errors|For debugging|Compile with"
@@ -26,19 +26,19 @@ _NOISE = re.compile(
 """Lines that follow the last exception of a process although it has ended the process, or made it wait until a watchdog dumped its stacks."""
 NEAR_END_LINES = 60
 """So many lines at the end of a log may hold the reason of an end."""
-_OF_LAUNCHER = re.compile(r"(?:[\w.]+\.)?(?:CalledProcessError|ChildFailedError):")
+_LAUNCHER_PATTERN = re.compile(r"(?:[\w.]+\.)?(?:CalledProcessError|ChildFailedError):")
 """What a program raises because one that it has started failed, whose own exception stands before."""
-OF_TOP = {"", "<module>", "_run_module_as_main"}
+TOP_FUNCTIONS = {"", "<module>", "_run_module_as_main"}
 """Functions in which the traceback of an exception begins that no function caught; "" for one that is not known."""
 _ADVICE_AT_EXIT = re.compile(r"HYDRA_FULL_ERROR=1|for a (?:complete|full) (?:stack ?trace|traceback)", re.IGNORECASE)
 """The last line of a framework that catches an exception, prints it, and exits."""
-_OF_LIBRARIES = ("/site-packages/", "/dist-packages/", "<frozen ", "/ddp_hpc/")
-_OF_PYTHON = re.compile(r"/lib(?:64)?/python3\.\d+/")
+_LIBRARY_PATHS = ("/site-packages/", "/dist-packages/", "<frozen ", "/ddp_hpc/")
+_STDLIB_PATTERN = re.compile(r"/lib(?:64)?/python3\.\d+/")
 
 
 def is_users(frame: FrameSummary) -> bool:
     """Tell whether a frame is of the user's code."""
-    is_installed = any(part in frame.filename for part in _OF_LIBRARIES) or _OF_PYTHON.search(frame.filename)
+    is_installed = any(part in frame.filename for part in _LIBRARY_PATHS) or _STDLIB_PATTERN.search(frame.filename)
     return not is_installed and not frame.filename.startswith("<")
 
 
@@ -80,17 +80,17 @@ def tracebacks(lines: Sequence[str]) -> list[Raised]:
         header = _HEADER.match(lines[number])
         number += 1
         if header is None:
-            if _LINK.match(lines[number - 1].strip()) and found:
+            if _CHAIN_PATTERN.match(lines[number - 1].strip()) and found:
                 found[-1] = replace(found[-1], is_linked=True)
             continue
-        raised = _read(lines, number, header["before"])
+        raised = _read_error(lines, number, header["before"])
         if raised is not None:
             found.append(raised)
             number = raised.at + 1
     return found
 
 
-def _read(lines: Sequence[str], start: int, before: str) -> Raised | None:
+def _read_error(lines: Sequence[str], start: int, before: str) -> Raised | None:
     """Read a traceback from the line below its header on; what stands `before` that may stand before each line."""
     frames: list[FrameSummary] = []
     folded = ""
@@ -128,4 +128,4 @@ def uncaught(lines: Sequence[str], *, num_more: int = 0) -> Raised | None:
     if not found or (len(more) > num_more and not _ADVICE_AT_EXIT.search(more[-1])):
         return None
     near = (one for one in reversed(found) if one.at > found[-1].at - NEAR_END_LINES)
-    return next((one for one in near if not _OF_LAUNCHER.match(one.text)), found[-1])
+    return next((one for one in near if not _LAUNCHER_PATTERN.match(one.text)), found[-1])

@@ -11,7 +11,7 @@ from ddp_hpc.run.run_dir.failure_reports import RankEnd, WorkerFailure
 from ddp_hpc.run.run_dir.joined_ranks import MissingRanks
 from ddp_hpc.run.run_dir.ledger import Attempt
 from ddp_hpc.run.run_dir.network import NetworkFindings
-from ddp_hpc.run.run_dir.preflight import Preflight
+from ddp_hpc.run.run_dir.preflight import PreflightReport
 from ddp_hpc.watch.why.lines import LogLine
 from ddp_hpc.watch.why.signatures import REGISTRY, FailureClass, Role
 
@@ -47,7 +47,7 @@ class AttemptFacts:
     """What a probe of the network between the nodes found at the end; None without one."""
     difference: Difference | None = None
     """What the ranks had that differed; None where they did not."""
-    preflight: Preflight | None = None
+    preflight: PreflightReport | None = None
     """What the check of the nodes found before the workers started; None without one."""
     ends: Mapping[int, RankEnd] = field(default_factory=dict)
     """How the process of a rank ended that nobody had asked to end."""

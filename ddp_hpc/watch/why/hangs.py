@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from ddp_hpc.base.names import few
+from ddp_hpc.base.names import shorten_names
 from ddp_hpc.watch.why.findings import AttemptFacts, EvidenceLine, Verdict
 
 _HANGS: Mapping[str, str] = {
@@ -43,17 +43,17 @@ def is_network_to_blame(facts: AttemptFacts, findings: Sequence[Verdict]) -> boo
     """Tell whether a probe proves that nodes do not reach each other, and all that ranks report are lost connections."""
     if facts.network is None or not facts.network.is_faulty:
         return False
-    return all(one.role == "cascade" or one.failure in _OF_CONNECTIONS for one in findings)
+    return all(one.role == "cascade" or one.failure in _CONNECTION_FAILURES for one in findings)
 
 
-_OF_CONNECTIONS = {"unknown", "collective-timeout", "ranks-missing"}
+_CONNECTION_FAILURES = {"unknown", "collective-timeout", "ranks-missing"}
 """Classes that say no more than that a rank did not hear of another one."""
 
 
 def verdict_on_network(facts: AttemptFacts) -> Verdict:
     """Return what the probe of the network proves."""
     assert facts.network is not None  # noqa: S101  the callers looked
-    words, nodes = facts.network.words, facts.network.culprits
+    words, nodes = facts.network.words, facts.network.culprits_text
     evidence = (EvidenceLine("root", None, f"probe of the network: {words}"),)
     return Verdict(failure="hang-network", host=nodes, detail=words, evidence=evidence)
 
@@ -64,7 +64,7 @@ def verdict_on_missing_ranks(finding: Verdict, facts: AttemptFacts) -> Verdict:
         return finding
     nodes = {rank: facts.missing.node_of(rank, facts.attempt.nodes) for rank in facts.missing.ranks}
     named = [f"rank {rank}{f' on {node}' if node else ''}" for rank, node in nodes.items()]
-    words = f"{few(named, 8)} did not join"
+    words = f"{shorten_names(named, 8)} did not join"
     evidence = (EvidenceLine("root", None, f"record of rank zero: {words}"), *finding.evidence)
     first, detail = facts.missing.ranks[0], f"{words}; {finding.detail}"
     return replace(finding, rank=first, host=nodes[first], basis="record", detail=detail, evidence=evidence)

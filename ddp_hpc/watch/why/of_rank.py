@@ -12,21 +12,21 @@ from dataclasses import replace
 from ddp_hpc.base.exit_codes import signal_name, signal_of
 from ddp_hpc.base.processes import signal_number
 from ddp_hpc.run.run_dir.failure_reports import WorkerFailure
-from ddp_hpc.watch.why.exceptions import NEAR_END_LINES, OF_TOP, Raised, tracebacks, uncaught
+from ddp_hpc.watch.why.exceptions import NEAR_END_LINES, TOP_FUNCTIONS, Raised, tracebacks, uncaught
 from ddp_hpc.watch.why.findings import AttemptFacts, EvidenceLine, Verdict
 from ddp_hpc.watch.why.lines import LogLine
 from ddp_hpc.watch.why.signatures import Match, match_exception, match_line
 from ddp_hpc.watch.why.slurm_lines import lines_of_newest_step
 
-_KILL = signal_number("KILL")
-_CRASHES = frozenset(map(signal_number, ("SEGV", "ABRT", "BUS", "ILL", "FPE", "SYS", "TRAP")))
+_SIGKILL = signal_number("KILL")
+_CRASH_SIGNALS = frozenset(map(signal_number, ("SEGV", "ABRT", "BUS", "ILL", "FPE", "SYS", "TRAP")))
 _CANNOT_START = {126, 127}
 _VERY_END_LINES = 3
 """So many lines at the very end, where a message of a shell or of a runtime is the reason: programs go on after others."""
-_OF_STARTS = {"arguments", "image", "import", "launch-failed"}
+_START_FAILURES = {"arguments", "image", "import", "launch-failed"}
 """Classes of a command that could not start, so no signal ended it."""
-NO_MEMORY = Match("host-memory", "confirmation")
-_EXIT_S = 0.2
+NO_MEMORY_MATCH = Match("host-memory", "confirmation")
+_REPORT_TO_EXIT_S = 0.2
 """From a process's report to its exit, at least: it has connections and threads to end."""
 
 
@@ -61,12 +61,12 @@ def verdict_from_report(facts: AttemptFacts, failure: WorkerFailure) -> Verdict:
     if found is None:
         found = Match(_class_by_fields(failure), "root")
     verdict = add_log_line(replace(verdict, failure=found.name, role=found.role, place=_place(raised)), facts)
-    if of_save := _OF_SAVE.search(failure.exception):
+    if of_save := _NO_COMMIT_PATTERN.search(failure.exception):
         verdict = replace(verdict, rank=int(of_save["rank"]), host=of_save["host"])
     return _with_memory_of_child(facts, verdict)
 
 
-_OF_SAVE = re.compile(r"could not be committed: rank (?P<rank>\d+) on (?P<host>[\w.-]+): ")
+_NO_COMMIT_PATTERN = re.compile(r"could not be committed: rank (?P<rank>\d+) on (?P<host>[\w.-]+): ")
 """All ranks report that a checkpoint could not be committed; one of them could not write its part."""
 
 
@@ -98,14 +98,14 @@ def _class_by_fields(failure: WorkerFailure) -> str:
         return "launch-failed"
     if failure.exception_type == "SystemExit":
         return "exit-code"
-    if failure.is_secondary and failure.exception_type in _OF_TORCH:
+    if failure.is_secondary and failure.exception_type in _TORCH_ERROR_TYPES:
         return "unknown"
     return "user-exception" if failure.exception_type or failure.traceback else "unknown"
 
 
 _PASSED_ON = re.compile(r"Caught \w+ in (?:DataLoader worker process|pin memory thread|replica) ")
 """`torch._utils.ExceptionWrapper.reraise`: the text of the original, with its traceback, follows in the next lines."""
-_OF_TORCH = {"RuntimeError", "DistNetworkError", "DistBackendError", "DistStoreError", "DistError"}
+_TORCH_ERROR_TYPES = {"RuntimeError", "DistNetworkError", "DistBackendError", "DistStoreError", "DistError"}
 """Types by which PyTorch reports a lost connection, among other errors."""
 
 
@@ -137,17 +137,17 @@ def _verdict_on_memory(verdict: Verdict, whose: str | bool) -> Verdict:
 def verdict_on_signal(facts: AttemptFacts, verdict: Verdict, number: int) -> Verdict:
     """Return the verdict on a rank that a signal ended; its log may say more."""
     verdict = replace(verdict, detail=f"killed by {signal_name(number)}")
-    if number == _KILL:
+    if number == _SIGKILL:
         return _verdict_on_kill(facts, verdict)
-    if number not in _CRASHES:
+    if number not in _CRASH_SIGNALS:
         return replace(verdict, failure="signal")
     found = _matches_at_end(facts, verdict)
-    reasons = [pair for pair in found if pair[1].role != "confirmation" and pair[1].name not in _OF_STARTS]
+    reasons = [pair for pair in found if pair[1].role != "confirmation" and pair[1].name not in _START_FAILURES]
     more = [pair for pair in reasons if pair[1].name != "native-crash"]
     more.sort(key=lambda pair: (pair[1].role != "root", pair[1].role != "either", pair[0].offset))
     is_said = more and more[0][1].role == "root"
     raised = None if is_said else _verdict_on_traceback(facts, verdict.rank, has_failed=True)
-    if raised is not None and raised.failure not in _OF_STARTS and (raised.role == "root" or not more):
+    if raised is not None and raised.failure not in _START_FAILURES and (raised.role == "root" or not more):
         return replace(raised, at=verdict.at, host=verdict.host, step=verdict.step)
     if not more:
         proofs = tuple(EvidenceLine("confirmation", verdict.rank, line.text, line) for line, _ in reasons[:1])
@@ -164,8 +164,8 @@ def _matches_at_end(facts: AttemptFacts, verdict: Verdict) -> list[tuple[LogLine
 def _verdict_on_kill(facts: AttemptFacts, verdict: Verdict) -> Verdict:
     """Return the verdict on a rank that SIGKILL ended: only a message of Slurm or of the kernel proves that memory ran out."""
     of_job = matches_in(lines_of_newest_step(facts.console, facts.attempt.job_id, verdict.host))
-    proofs = [(line, verdict.rank) for line, match in _matches_at_end(facts, verdict) if match == NO_MEMORY]
-    proofs += [(line, None) for line, match in of_job if match == NO_MEMORY]
+    proofs = [(line, verdict.rank) for line, match in _matches_at_end(facts, verdict) if match == NO_MEMORY_MATCH]
+    proofs += [(line, None) for line, match in of_job if match == NO_MEMORY_MATCH]
     if not proofs:
         return replace(verdict, failure="killed")
     line, rank = proofs[0]
@@ -208,7 +208,7 @@ def _verdict_on_traceback(facts: AttemptFacts, rank: int | None, *, has_failed: 
     if raised is None:
         return None
     found = _match_of_earlier(_match_of_cause(raised), tracebacks(texts[: raised.at + 1]))
-    if raised.frames[0].name not in OF_TOP and uncaught(texts) is None:  # a function may have caught it
+    if raised.frames[0].name not in TOP_FUNCTIONS and uncaught(texts) is None:  # a function may have caught it
         if found is None:
             return None
         found = replace(found, role="either" if found.role == "root" else found.role)
@@ -222,7 +222,7 @@ def verdict_from_end(facts: AttemptFacts, rank: int) -> Verdict | None:
     if end is None or not end.code:
         return None
     # A launcher ends the others after a task has exited, which takes longer than that from its report on.
-    noticed = min((one.at for one in facts.failures), default=float("inf")) + _EXIT_S
+    noticed = min((one.at for one in facts.failures), default=float("inf")) + _REPORT_TO_EXIT_S
     if (end.code < 0 or end.code > 128) and end.at > noticed:
         return None
     verdict = Verdict(failure="unknown", rank=rank, at=end.at)

@@ -12,7 +12,7 @@ _ASSERTION = re.compile(
     r"(?P<file>[^\s:]+):\d+: (?:(?P<kernel>.+?): )?block: \[[\d,]+\], thread: \[[\d,]+\] Assertion `(?P<check>.+)` failed"
 )
 """As the device prints it through CUDA's `assert`: https://docs.nvidia.com/cuda/cuda-c-programming-guide/#assertion"""
-_CHECKS = {
+_MEANING_BY_CHECK = {
     "n_classes": "a label of a loss is negative, or not smaller than the number of classes",
     "srcSelectDimSize": "an index of an embedding, or of `index_select`, is not smaller than the number of rows",
     "out of bounds": "an index is out of range",
@@ -20,10 +20,10 @@ _CHECKS = {
 }
 """Part of a check -> what it means that it failed."""
 _SIZE = r"([\d.]+) (bytes|[KMGT]iB)"
-_IN_GIB = {"bytes": 2.0**-30, "KiB": 2.0**-20, "MiB": 2.0**-10, "GiB": 1.0, "TiB": 2.0**10}
+_GIB_OF = {"bytes": 2.0**-30, "KiB": 2.0**-20, "MiB": 2.0**-10, "GiB": 1.0, "TiB": 2.0**10}
 
 
-def in_short(finding: Verdict, lines: Sequence[LogLine]) -> tuple[str, Sequence[EvidenceLine]]:
+def gpu_explanation(finding: Verdict, lines: Sequence[LogLine]) -> tuple[str, Sequence[EvidenceLine]]:
     """Return what the texts of a rank's GPU add up to, and the lines that say so; `lines` are the end of its log."""
     if finding.failure == "gpu-memory":
         return who_has_gpu_memory(finding.detail), ()
@@ -31,7 +31,7 @@ def in_short(finding: Verdict, lines: Sequence[LogLine]) -> tuple[str, Sequence[
         found = ((line, match) for line in lines if (match := _ASSERTION.match(line.text)))
         for line, match in found:  # the first: others follow from the same kernel
             evidence = EvidenceLine("confirmation", finding.rank, line.text, line)
-            means = next((text for part, text in _CHECKS.items() if part in match["check"]), "a check failed")
+            means = next((text for part, text in _MEANING_BY_CHECK.items() if part in match["check"]), "a check failed")
             kernel = f" ({match['kernel']})" if match["kernel"] else ""
             return f"{means}: {match['file'].rpartition('/')[2]}{kernel} checks `{match['check']}`", (evidence,)
     return "", ()
@@ -44,7 +44,7 @@ def who_has_gpu_memory(text: str) -> str:
     kept = _gib(rf"{_SIZE} is reserved by PyTorch but unallocated", text) or 0.0
     if total is None or free is None or asked is None or used is None:
         return ""
-    others = [float(number) * _IN_GIB[unit] for number, unit in re.findall(rf"Process \d+ has {_SIZE} memory", text)]
+    others = [float(number) * _GIB_OF[unit] for number, unit in re.findall(rf"Process \d+ has {_SIZE} memory", text)]
     ours = _gib(rf"this process has {_SIZE} memory", text)
     if ours is None:  # in a container, the driver knows this process by another number, so it is among the others
         ours = min((one for one in others if one >= used + kept), default=used + kept)
@@ -60,4 +60,4 @@ def who_has_gpu_memory(text: str) -> str:
 
 def _gib(pattern: str, text: str) -> float | None:
     found = re.search(pattern, text)
-    return float(found[1]) * _IN_GIB[found[2]] if found else None
+    return float(found[1]) * _GIB_OF[found[2]] if found else None

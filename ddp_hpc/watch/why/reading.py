@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ddp_hpc.base.errors import ConfigError
-from ddp_hpc.base.record import known_record
-from ddp_hpc.run.requeue import CONTINUATIONS
+from ddp_hpc.base.record import try_read_record
+from ddp_hpc.run.requeue import MESSAGE_BY_NEXT
 from ddp_hpc.run.run_dir.differences import read_difference
 from ddp_hpc.run.run_dir.failure_reports import read_failures, read_rank_ends
 from ddp_hpc.run.run_dir.joined_ranks import read_missing, started_ranks
 from ddp_hpc.run.run_dir.ledger import Attempt, Ending, Ledger
 from ddp_hpc.run.run_dir.network import read_network
 from ddp_hpc.run.run_dir.paths import RunDir
-from ddp_hpc.run.run_dir.preflight import Preflight
+from ddp_hpc.run.run_dir.preflight import PreflightReport
 from ddp_hpc.watch.failed_worker_log import last_words
 from ddp_hpc.watch.status import effect_of_resubmitting
 from ddp_hpc.watch.why.findings import AttemptFacts, Verdict
@@ -23,7 +23,9 @@ MOST_LOGS = 256
 """Of more ranks, only the logs of those that have an error report, and of the first, are read."""
 _ENDED = "ended: "
 """What the supervisor prints before the reason why the run ended; after that of an attempt that another one follows, what follows."""
-_FOLLOWS = tuple(f"; {text.partition(',')[0]}" for text in CONTINUATIONS.values())  # older logs go on in other words
+_CONTINUED = tuple(
+    f"; {text.partition(',')[0]}" for text in MESSAGE_BY_NEXT.values()
+)  # older logs go on in other words
 
 
 def chosen_attempt(run: RunDir, ledger: Ledger, number: int | None) -> Attempt:
@@ -52,21 +54,21 @@ def read_facts(run: RunDir, ledger: Ledger, attempt: Attempt) -> AttemptFacts:
         attempt=attempt,
         failures=failures,
         logs={rank: tail(run.rank_log(number, rank)) for rank in sorted(ranks)},
-        console=_of_attempt(tail(run.console), ledger, attempt),
+        console=_attempt_lines(tail(run.console), ledger, attempt),
         missing=read_missing(run, number),
         network=read_network(run, number),
         difference=read_difference(run, number),
-        preflight=known_record(run.preflight(number), Preflight),
+        preflight=try_read_record(run.preflight(number), PreflightReport),
         ends=read_rank_ends(run, number, sorted(ranks)),
     )
 
 
-def _of_attempt(lines: Sequence[LogLine], ledger: Ledger, attempt: Attempt) -> Sequence[LogLine]:
+def _attempt_lines(lines: Sequence[LogLine], ledger: Ledger, attempt: Attempt) -> Sequence[LogLine]:
     """Return the lines of the job's log that belong to an attempt; none where that is not sure."""
     parts: list[list[LogLine]] = [[]]
     for line in lines:
         parts[-1].append(line)
-        if line.text.startswith(_ENDED) or any(text in line.text for text in _FOLLOWS):
+        if line.text.startswith(_ENDED) or any(text in line.text for text in _CONTINUED):
             parts.append([])
     ended = [one.attempt for one in ledger.attempts if one.ending is not None]
     *whole, rest = parts

@@ -11,18 +11,18 @@ from ddp_hpc.watch.why.lines import LogLine
 _SRUN = re.compile(
     r"(?:\d+: )?srun: error: (?P<node>[\w.-]+): tasks? (?P<tasks>[\d,-]+): (?P<how>[A-Z][A-Za-z ]*?)(?: \(core dumped\))?$"
 )
-_KILL = signal_number("KILL")
+_SIGKILL = signal_number("KILL")
 _SIGNALS: Mapping[str, int] = {
     "Segmentation fault": signal_number("SEGV"),
     "Aborted": signal_number("ABRT"),
     "Bus error": signal_number("BUS"),
     "Illegal instruction": signal_number("ILL"),
     "Floating point exception": signal_number("FPE"),
-    "Killed": _KILL,
-    "Out Of Memory": _KILL,
+    "Killed": _SIGKILL,
+    "Out Of Memory": _SIGKILL,
 }
 """As `srun` prints them -> the signal."""
-_CRASHES = frozenset(_SIGNALS.values()) - {_KILL}
+_CRASH_SIGNALS = frozenset(_SIGNALS.values()) - {_SIGKILL}
 _STEP_ENDS = re.compile(r"srun: .*(?:Terminating StepId|Force Terminated)|.*\*\*\* (?:STEP|JOB) \S+ ON \S+ CANCELLED")
 """From here on Slurm itself ends tasks by SIGKILL."""
 _ROOT, _OTHERS = re.compile(r"Root Cause \(first observed failure\)"), re.compile(r"(?:Other )?Failures:$")
@@ -49,14 +49,14 @@ def _by_srun(console: Sequence[LogLine], nodes: Sequence[str], num_ranks: int) -
         is_ending = is_ending or _STEP_ENDS.match(line.text) is not None
         found = _SRUN.match(line.text)
         number = _SIGNALS.get(found["how"]) if found else None
-        if found is None or number is None or (is_ending and number not in _CRASHES):
+        if found is None or number is None or (is_ending and number not in _CRASH_SIGNALS):
             continue
-        for task in _numbers(found["tasks"]):
+        for task in _parse_task_list(found["tasks"]):
             if node_of.get(task) == found["node"].partition(".")[0]:
                 yield task, found["node"], number, line
 
 
-def _numbers(text: str) -> Iterator[int]:
+def _parse_task_list(text: str) -> Iterator[int]:
     for part in text.split(","):
         first, _, last = part.partition("-")
         if first.isdigit():
@@ -74,5 +74,5 @@ def _by_torchrun(console: Sequence[LogLine]) -> Iterator[Signalled]:
         if host is None or rank is None or code is None:
             continue
         number = int(code["signal"])
-        if number in _CRASHES or (is_root and number == _KILL):
+        if number in _CRASH_SIGNALS or (is_root and number == _SIGKILL):
             yield int(rank["rank"]), host["host"].partition(".")[0], number, line

@@ -60,22 +60,24 @@ def _logged(numbers: str) -> Pattern:
 
 def _on_cancellation(why: str) -> Pattern:
     """Return the pattern of the line by which Slurm says why it cancels a job or a step."""
-    return _on_line(_DAEMON + _STEPD + rf"\*\*\* (?:STEP|JOB) \S+ ON \S+ CANCELLED AT \S+ DUE TO {why}", "confirmation")
+    return _on_line(
+        _TIME_REGEX + _STEPD + rf"\*\*\* (?:STEP|JOB) \S+ ON \S+ CANCELLED AT \S+ DUE TO {why}", "confirmation"
+    )
 
 
 _ERROR = r"(?:[\w.]*\.)?\w*(?:Error|Exception): "
 """Any exception's type."""
-_OF_LOADER = r"DataLoader worker \(pid(?:\(s\))? [\d, ]+\) is killed by signal: {0}"
+_LOADER_KILL = r"DataLoader worker \(pid(?:\(s\))? [\d, ]+\) is killed by signal: {0}"
 """A process of a DataLoader that a signal ended."""
 _GPU_FAULT = r"CUDA error: (?:uncorrectable (?:NVLink|ECC)|an illegal memory access|unspecified launch failure|misaligned address|unknown error)"
 _ASSERT = r"CUDA error: device-side assert"
-_OF_ABORT = r"(?:(?:\[[EF]\d*\s|  what\(\):  ).*group watchdog thread terminated with exception: |  what\(\):  )"
+_ABORT_PREFIX = r"(?:(?:\[[EF]\d*\s|  what\(\):  ).*group watchdog thread terminated with exception: |  what\(\):  )"
 """NCCL's watchdog, or C++, says why it aborts its process."""
-_DAEMON = r"(?:\[?\d[\d:.T-]*\]? )?"
+_TIME_REGEX = r"(?:\[?\d[\d:.T-]*\]? )?"
 """A time in front of a daemon's line."""
 _STEPD = r"slurmstepd(?:-[\w.-]+)?: error: "
 """Where several slurmd share a machine, the daemon's name ends with the node's."""
-_OF_SLURM = _DAEMON + r"(?:slurmstepd(?:-[\w.-]+)?|srun): error: .*"
+_SLURM_ERROR_REGEX = _TIME_REGEX + r"(?:slurmstepd(?:-[\w.-]+)?|srun): error: .*"
 
 REGISTRY: Mapping[str, FailureClass] = {
     "gpu-memory": FailureClass(
@@ -97,7 +99,7 @@ REGISTRY: Mapping[str, FailureClass] = {
         means="Processes of the DataLoader pass batches through /dev/shm, which is too small for them. Containers often limit it to 64 MB.",
         to_do="Use fewer loader processes (`data.num_workers=2`), or give the container more shared memory (`--shm-size`).",
         patterns=[
-            _on_exception(_ERROR + _OF_LOADER.format("Bus error")),
+            _on_exception(_ERROR + _LOADER_KILL.format("Bus error")),
             _on_exception(_ERROR + r"unable to (?:allocate|resize|mmap|open|write to) .*(?:shared memory|</?torch_)"),
             _on_exception(_ERROR + r".*Error while creating shared memory segment /dev/shm/nccl-"),
             _on_line(r"ERROR: Unexpected bus error encountered in worker", "confirmation"),
@@ -113,8 +115,8 @@ REGISTRY: Mapping[str, FailureClass] = {
             _on_exception(_ERROR + r".*DefaultCPUAllocator: (?:can't allocate memory|not enough memory)"),
             _on_any_exception("[Errno 12]"),
             _on_line(r"(?:  what\(\):  |terminate called after throwing an instance of ')std::bad_alloc"),
-            _on_line(_DAEMON + _STEPD + r"Detected \d+ oom[-_]kill event", "confirmation"),
-            _on_line(_OF_SLURM + r"(?:task \d+: Out Of Memory|oom-kill)", "confirmation"),
+            _on_line(_TIME_REGEX + _STEPD + r"Detected \d+ oom[-_]kill event", "confirmation"),
+            _on_line(_SLURM_ERROR_REGEX + r"(?:task \d+: Out Of Memory|oom-kill)", "confirmation"),
             _on_line(r"(?:\[ *\d+\.\d+\] )?(?:Memory cgroup o|O)ut of memory: Killed process \d+", "confirmation"),
         ],
     ),
@@ -207,7 +209,7 @@ REGISTRY: Mapping[str, FailureClass] = {
         "again with `env.CUDA_LAUNCH_BLOCKING=1` behind its other settings, and the traceback names the line.",
         patterns=[
             _on_exception(_ERROR + r"(?:.*Cuda failure.*|CUDA error: )device-side assert"),
-            _on_line(_OF_ABORT + _ASSERT),
+            _on_line(_ABORT_PREFIX + _ASSERT),
         ],
     ),
     "nccl-network": FailureClass(
@@ -230,7 +232,7 @@ REGISTRY: Mapping[str, FailureClass] = {
         patterns=[
             _on_exception(_ERROR + _GPU_FAULT),
             _on_any_exception("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"),
-            _on_line(_OF_ABORT + _GPU_FAULT),
+            _on_line(_ABORT_PREFIX + _GPU_FAULT),
             _on_line(r"(?:\[ *\d+\.\d+\] )?NVRM: Xid", "confirmation"),
         ],
     ),
@@ -238,10 +240,7 @@ REGISTRY: Mapping[str, FailureClass] = {
         title="quota exceeded",
         means="Your quota of bytes or files on that file system is used up.",
         to_do="Delete what you do not need (`ddp-hpc delete OLD_RUN`; `checkpoint.keep_last` keeps fewer checkpoints), and submit the run again: {again}.",
-        patterns=[
-            _on_os_error(122, "Disk quota exceeded"),
-            _logged("122"),
-        ],
+        patterns=[_on_os_error(122, "Disk quota exceeded"), _logged("122")],
     ),
     "disk-full": FailureClass(
         title="the disk is full, or a file may not become larger",
@@ -330,7 +329,7 @@ REGISTRY: Mapping[str, FailureClass] = {
                 r"(?:[\w.]*\.)?DistNetworkError: (?!.*(?:The server socket has failed|The client socket has timed out))",
                 "cascade",
             ),
-            _on_line(_OF_ABORT + r"NCCL error.*remote process exited", "cascade"),
+            _on_line(_ABORT_PREFIX + r"NCCL error.*remote process exited", "cascade"),
         ],
     ),
     "ranks-missing": FailureClass(
@@ -364,7 +363,7 @@ REGISTRY: Mapping[str, FailureClass] = {
             _on_line(
                 r"FATAL: +(?:could not open image|container creation failed|while (?:extracting|loading|making image)|[Uu]nable to (?:pull|handle))"
             ),
-            _on_line(_DAEMON + _STEPD + r"pyxis: "),
+            _on_line(_TIME_REGEX + _STEPD + r"pyxis: "),
             _on_line(r"(?:docker: )?Error response from daemon: "),
             _on_line(r"Error: (?:initializing source|unable to (?:copy from source|find image))"),
         ],
@@ -374,8 +373,8 @@ REGISTRY: Mapping[str, FailureClass] = {
         means="Slurm, the agent of a node, or the system could not start the command.",
         to_do="Read `ddp-hpc logs {run}` for the message of srun or of the agent; check the command, and the node that it names.",
         patterns=[
-            _on_line(_DAEMON + r"srun: error: (?:Unable to create step|Task launch for|Application launch failed)"),
-            _on_line(_DAEMON + _STEPD + r"execve\(\): "),
+            _on_line(_TIME_REGEX + r"srun: error: (?:Unable to create step|Task launch for|Application launch failed)"),
+            _on_line(_TIME_REGEX + _STEPD + r"execve\(\): "),
             _on_line(r"(?:error: )?\S+ cannot be executed: "),
             _on_line(r"\S*sh: (?:line \d+: )?\S+: (?:command not found|No such file or directory|Permission denied)"),
         ],
@@ -396,7 +395,7 @@ REGISTRY: Mapping[str, FailureClass] = {
         title="a node failed",
         means="A node is down by Slurm's records, or stopped answering.",
         to_do="If the run was not started again on other nodes, exclude the node (`slurm.exclude`) and submit again.",
-        patterns=[_on_line(_OF_SLURM + r"(?:DUE TO NODE FAILURE|[Nn]ode failure on)", "confirmation")],
+        patterns=[_on_line(_SLURM_ERROR_REGEX + r"(?:DUE TO NODE FAILURE|[Nn]ode failure on)", "confirmation")],
     ),
     "preflight": FailureClass(
         title="the check of the nodes before the training failed (`preflight`)",
@@ -447,7 +446,7 @@ REGISTRY: Mapping[str, FailureClass] = {
         patterns=[
             _on_exception(
                 _ERROR
-                + _OF_LOADER.format("(?:Segmentation fault|Aborted|Illegal instruction|Floating point exception)")
+                + _LOADER_KILL.format("(?:Segmentation fault|Aborted|Illegal instruction|Floating point exception)")
             ),
             _on_exception(_ERROR + r"process \d+ terminated with signal SIG(?:SEGV|ABRT|BUS|ILL|FPE)"),
             _on_line(r"Fatal Python error: ", "either"),
@@ -463,7 +462,7 @@ REGISTRY: Mapping[str, FailureClass] = {
         means="The kernel sends SIGKILL when memory runs out; a user, Slurm or another program may send it, too. No record shows which.",
         to_do="Look for `oom` in `dmesg` of the node; on Slurm, `sacct -j JOB --format=State,ExitCode,MaxRSS`. If memory ran out, use fewer workers or loader processes; on Slurm, raise `resources.mem_gb`.",
         patterns=[
-            _on_exception(_ERROR + _OF_LOADER.format("Killed")),
+            _on_exception(_ERROR + _LOADER_KILL.format("Killed")),
             _on_exception(_ERROR + r"process \d+ terminated with signal SIGKILL"),
         ],
     ),

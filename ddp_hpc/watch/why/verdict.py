@@ -13,19 +13,19 @@ from ddp_hpc.run.run_dir.ledger import Cause, Ending
 from ddp_hpc.watch.why.findings import AttemptFacts, EvidenceLine, Verdict
 from ddp_hpc.watch.why.hangs import is_network_to_blame, verdict_on_hang, verdict_on_missing_ranks, verdict_on_network
 from ddp_hpc.watch.why.of_rank import (
-    NO_MEMORY,
+    NO_MEMORY_MATCH,
     matches_in,
     verdict_from_end,
     verdict_from_log,
     verdict_from_report,
     verdict_on_signal,
 )
-from ddp_hpc.watch.why.on_gpu import in_short
+from ddp_hpc.watch.why.on_gpu import gpu_explanation
 from ddp_hpc.watch.why.signalled_ranks import signalled
 from ddp_hpc.watch.why.signatures import Match, Role, match_line
 from ddp_hpc.watch.why.slurm_lines import lines_of_newest_step, node_of
 
-_BY_CAUSE: Mapping[Cause | None, str] = {
+_FAILURE_BY_CAUSE: Mapping[Cause | None, str] = {
     Cause.PREEMPTED: "preempted",
     Cause.TIME_LIMIT: "time-limit",
     Cause.NODE_FAILED: "node-failed",
@@ -35,20 +35,20 @@ _BY_CAUSE: Mapping[Cause | None, str] = {
     Cause.RANKS_DIFFER: "ranks-differ",
     Cause.PREFLIGHT: "preflight",
 }
-_BY_CAUSE_ALONE: Mapping[Cause | None, str] = {Cause.SUPERVISOR_DIED: "supervisor-died", Cause.NOT_SAVED: "not-saved"}
-_OF_PEERS = frozenset({"collective-timeout", "ranks-missing", "peer-gone"})
-_OF_ANY_END = _OF_PEERS | {"killed", "unknown", "signal", "exit-code", "native-crash", "user-exception"}
-MAY_FOLLOW: Mapping[Cause, AbstractSet[str]] = {
+_FALLBACKS: Mapping[Cause | None, str] = {Cause.SUPERVISOR_DIED: "supervisor-died", Cause.NOT_SAVED: "not-saved"}
+_PEER_FAILURES = frozenset({"collective-timeout", "ranks-missing", "peer-gone"})
+_ANY_END_FAILURES = _PEER_FAILURES | {"killed", "unknown", "signal", "exit-code", "native-crash", "user-exception"}
+EFFECTS_BY_CAUSE: Mapping[Cause, AbstractSet[str]] = {
     Cause.HANG: {"killed", "unknown"},
-    Cause.TIME_LIMIT: _OF_ANY_END,
-    Cause.CANCELLED: _OF_ANY_END,
+    Cause.TIME_LIMIT: _ANY_END_FAILURES,
+    Cause.CANCELLED: _ANY_END_FAILURES,
 }
 """An end of ranks that may have waited in vain before -> what a rank reports that may follow from that end, which sends signals. All else
 that ranks said came first, and is the cause. The other ends have causes outside of the ranks: what these said follows from them."""
-_NO_FAILURE = {Cause.FINISHED, Cause.STOP_ASKED, Cause.REQUEUE_ASKED, Cause.SCRIPT_ASKED, Cause.FENCED}
+_GOOD_CAUSES = {Cause.FINISHED, Cause.STOP_ASKED, Cause.REQUEUE_ASKED, Cause.SCRIPT_ASKED, Cause.FENCED}
 _GOOD_ENDS = {Ending.FINISHED, Ending.STOPPED, Ending.FENCED}
 _MOST_EVIDENCE = 5
-_ANY_NUMBER = re.compile(r"(?:line |:)\d+")
+_LINE_NUMBER = re.compile(r"(?:line |:)\d+")
 
 
 def verdict_of(facts: AttemptFacts) -> Verdict:
@@ -57,13 +57,13 @@ def verdict_of(facts: AttemptFacts) -> Verdict:
     findings = sorted(_findings(facts), key=lambda one: one.sort_key)
     said = next((one for one in findings if _came_before(one, attempt.cause)), None)
     has_failed = (attempt.cause, attempt.ending) == (Cause.STOP_ASKED, Ending.FAILED)  # as it saved, or before
-    is_good = attempt.ending in _GOOD_ENDS or (attempt.cause in _NO_FAILURE and not has_failed)
+    is_good = attempt.ending in _GOOD_ENDS or (attempt.cause in _GOOD_CAUSES and not has_failed)
     if is_good and (said is None or (attempt.last_step or 0) > attempt.first_step):
         return Verdict(failure="")
     if attempt.ending is None and not facts.failures:  # it may run: texts of its logs are shown, and prove nothing
         shown = tuple(replace(line, role="either") for one in findings for line in one.evidence)
         return Verdict(failure="unknown", basis="none", evidence=shown[:_MOST_EVIDENCE])
-    recorded = _of_record(facts, findings)
+    recorded = _verdict_from_record(facts, findings)
     if recorded is not None:
         return replace(_with_others(said or recorded, findings, facts), end=recorded.failure if said else "")
     network = verdict_on_network(facts) if is_network_to_blame(facts, findings) else None
@@ -79,8 +79,8 @@ def _verdict_from_first_rank(facts: AttemptFacts, findings: Sequence[Verdict]) -
         first = reported[0]
     if first is None or first.role != "cascade":
         return first
-    silent = _of_unreported_rank(facts, findings)
-    memory = _of_lost_memory(facts) if silent is None or silent.failure == "unknown" else None
+    silent = _verdict_on_silent_rank(facts, findings)
+    memory = _verdict_on_lost_memory(facts) if silent is None or silent.failure == "unknown" else None
     first = memory or silent or replace(first, rank=None, host="", step=None, at=float("inf"))
     if first.failure == "peer-gone" and len(facts.logs) == 1:  # no other rank was there
         return replace(first, failure="unknown", role="either", basis="none")
@@ -89,7 +89,7 @@ def _verdict_from_first_rank(facts: AttemptFacts, findings: Sequence[Verdict]) -
 
 def _verdict_from_ledger(facts: AttemptFacts) -> Verdict:
     """Return what the ledger says where no rank said more."""
-    name = _BY_CAUSE_ALONE.get(facts.attempt.cause)
+    name = _FALLBACKS.get(facts.attempt.cause)
     if name is None:
         return Verdict(failure="unknown", role="either", basis="none")
     return Verdict(failure=name, host=facts.attempt.host)
@@ -97,12 +97,12 @@ def _verdict_from_ledger(facts: AttemptFacts) -> Verdict:
 
 def _came_before(finding: Verdict, cause: Cause | None) -> bool:
     """Tell whether a rank said it before its attempt ended in this way, and not because of that."""
-    if cause is None or cause not in MAY_FOLLOW or not (finding.role == "root" or finding.is_from_log):
+    if cause is None or cause not in EFFECTS_BY_CAUSE or not (finding.role == "root" or finding.is_from_log):
         return False
-    return finding.failure not in (_OF_ANY_END if finding.is_from_log else MAY_FOLLOW[cause])
+    return finding.failure not in (_ANY_END_FAILURES if finding.is_from_log else EFFECTS_BY_CAUSE[cause])
 
 
-def _of_record(facts: AttemptFacts, findings: Sequence[Verdict]) -> Verdict | None:
+def _verdict_from_record(facts: AttemptFacts, findings: Sequence[Verdict]) -> Verdict | None:
     """Return what the ledger alone proves."""
     cause, check = facts.attempt.cause, facts.preflight
     if cause == Cause.HANG:
@@ -112,19 +112,19 @@ def _of_record(facts: AttemptFacts, findings: Sequence[Verdict]) -> Verdict | No
     # Nodes that failed, and are those which the check before the training named: then no worker was started.
     named = () if check is None else check.bad_nodes
     if cause == Cause.PREFLIGHT or (cause == Cause.NODE_FAILED and named and {*facts.attempt.failed_nodes} == {*named}):
-        return _of_preflight(facts)
+        return _verdict_on_preflight(facts)
     is_cancelled = cause is None and facts.attempt.ending == Ending.CANCELLED
-    name = "cancelled" if is_cancelled else _BY_CAUSE.get(cause)
+    name = "cancelled" if is_cancelled else _FAILURE_BY_CAUSE.get(cause)
     if name is None:
         return None
     if name == "ranks-differ" and facts.difference is not None:
-        return _of_difference(facts.difference)
+        return _verdict_on_difference(facts.difference)
     proofs = [line for line in facts.console if match_line(line.text) == Match(name, "confirmation")]
     evidence = tuple(EvidenceLine("confirmation", None, line.text, line) for line in proofs[:1])
     return Verdict(failure=name, host=", ".join(facts.attempt.failed_nodes), evidence=evidence)
 
 
-def _of_difference(difference: Difference) -> Verdict:
+def _verdict_on_difference(difference: Difference) -> Verdict:
     """Return which rank was wrong, as the ranks' digests, or those of another attempt, show it.
 
     A loss that is not finite on some ranks alone is a training that diverges until another attempt has proved that they were wrong.
@@ -140,7 +140,7 @@ def _of_difference(difference: Difference) -> Verdict:
     )
 
 
-def _of_preflight(facts: AttemptFacts) -> Verdict:
+def _verdict_on_preflight(facts: AttemptFacts) -> Verdict:
     if facts.preflight is None:
         return Verdict(failure="preflight")
     failures = facts.preflight.failures
@@ -154,23 +154,23 @@ def _of_preflight(facts: AttemptFacts) -> Verdict:
 
 def _findings(facts: AttemptFacts) -> list[Verdict]:
     failures = [one for one in facts.failures if not (one.is_hang or one.ranks_differ)]
-    reported = [_abstaining(replace(verdict_from_report(facts, one), has_report=True)) for one in failures]
+    reported = [_abstain_if_unknown(replace(verdict_from_report(facts, one), has_report=True)) for one in failures]
     told = {failure.rank for failure in facts.failures if not failure.is_hang}  # others report a hang
     silent = [one for rank in facts.logs if rank not in told and (one := verdict_from_log(facts, rank)) is not None]
     for number, one in enumerate(silent):  # the rank may have gone on after that text, so it is not a root
         role: Role = "either" if one.role == "root" else one.role
         evidence = tuple(replace(line, role=role) for line in one.evidence)
-        silent[number] = _abstaining(replace(one, role=role, evidence=evidence))
-    signalled_ranks = _of_signalled(facts, {failure.rank for failure in facts.failures})
+        silent[number] = _abstain_if_unknown(replace(one, role=role, evidence=evidence))
+    signalled_ranks = _verdicts_on_signalled(facts, {failure.rank for failure in facts.failures})
     return [*reported, *signalled_ranks, *silent, *_verdict_from_console(facts)]
 
 
-def _abstaining(finding: Verdict) -> Verdict:
+def _abstain_if_unknown(finding: Verdict) -> Verdict:
     """Return the finding; nothing proves the class `unknown`."""
     return replace(finding, basis="none") if finding.failure == "unknown" else finding
 
 
-def _of_signalled(facts: AttemptFacts, reported: AbstractSet[int]) -> list[Verdict]:
+def _verdicts_on_signalled(facts: AttemptFacts, reported: AbstractSet[int]) -> list[Verdict]:
     """Return the ranks without a report that a signal ended by the job's log, if no other rank is without a report."""
     ended = signalled(facts.console, facts.attempt.nodes, len(facts.logs))
     silent = set(facts.logs) - reported
@@ -196,7 +196,7 @@ def _verdict_from_console(facts: AttemptFacts) -> Iterator[Verdict]:
             return
 
 
-def _of_unreported_rank(facts: AttemptFacts, findings: Iterable[Verdict]) -> Verdict | None:
+def _verdict_on_silent_rank(facts: AttemptFacts, findings: Iterable[Verdict]) -> Verdict | None:
     """Return the one rank that left no report while all others lost a connection."""
     silent = sorted(set(facts.logs) - {one.rank for one in findings if one.has_report})
     if len(silent) != 1:
@@ -208,10 +208,10 @@ def _of_unreported_rank(facts: AttemptFacts, findings: Iterable[Verdict]) -> Ver
     return Verdict(failure="unknown", role="either", basis="none", rank=silent[0], detail=said, evidence=proofs)
 
 
-def _of_lost_memory(facts: AttemptFacts) -> Verdict | None:
+def _verdict_on_lost_memory(facts: AttemptFacts) -> Verdict | None:
     """Return that memory ran out in the ranks' step, where the ranks that are left only lost their connections."""
     lines = matches_in(lines_of_newest_step(facts.console, facts.attempt.job_id, ""))
-    line = next((line for line, match in lines if match == NO_MEMORY), None)
+    line = next((line for line, match in lines if match == NO_MEMORY_MATCH), None)
     if line is None:
         return None
     proof, node = (EvidenceLine("confirmation", None, line.text, line),), node_of(line)
@@ -224,14 +224,14 @@ def _with_others(first: Verdict, findings: Sequence[Verdict], facts: AttemptFact
     others = [one for one in findings if one.rank is not None and one.rank != first.rank]
     cascades = [one for one in others if one.role == "cascade"]
     alike = [one for one in others if one.failure == first.failure and one.role != "cascade"]
-    short, proofs = in_short(first, facts.logs.get(-1 if first.rank is None else first.rank, ()))
+    short, proofs = gpu_explanation(first, facts.logs.get(-1 if first.rank is None else first.rank, ()))
     evidence = [*first.evidence, *proofs, *(line for one in cascades[:1] for line in one.evidence)]
     hosts = (*facts.attempt.nodes, facts.attempt.host, *(failure.host for failure in facts.failures))
-    where = _ANY_NUMBER.sub("", first.place.rpartition("/")[2])
+    where = _LINE_NUMBER.sub("", first.place.rpartition("/")[2])
     return replace(
         first,
         in_short=short,
-        entity=sample_or_file(first.detail) if first.failure in _OF_ENTITIES else "",
+        entity=sample_or_file(first.detail) if first.failure in _ENTITY_FAILURES else "",
         fingerprint=fingerprint(first.failure, first.detail, where, hosts=hosts),
         evidence=tuple(dict.fromkeys(evidence))[:_MOST_EVIDENCE],
         num_cascades=len({one.rank for one in cascades}),
@@ -239,4 +239,4 @@ def _with_others(first: Verdict, findings: Sequence[Verdict], facts: AttemptFact
     )
 
 
-_OF_ENTITIES = {"data", "disk-full", "quota", "stale-mount", "user-exception"}
+_ENTITY_FAILURES = {"data", "disk-full", "quota", "stale-mount", "user-exception"}

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from ddp_hpc.prove.drill.injector import NodeProcess, list_processes, processes_by_kind
+from ddp_hpc.prove.drill.injector import NodeProcess, list_processes, pids_by_kind
 
 SUPERVISOR = "ddp_hpc.job.supervisor"
 SIGNALS = {"kill": signal.SIGKILL, "pause": signal.SIGSTOP, "freeze": signal.SIGSTOP}
@@ -25,7 +25,7 @@ SIGNALS = {"kill": signal.SIGKILL, "pause": signal.SIGSTOP, "freeze": signal.SIG
 
 def processes_of(seen: Sequence[NodeProcess], run_path: str, job_id: str) -> Mapping[str, list[int]]:
     """Return the processes of a run by what they are."""
-    found = processes_by_kind(seen, run_path)
+    found = pids_by_kind(seen, run_path)
     ours = [one for one in seen if run_path in one.argv]
     loaders = [one for one in ours if one.parent in found["worker"]]
     shells = [one for one in seen if any(Path(word).parent.name == f"job{int(job_id):05d}" for word in one.argv)]

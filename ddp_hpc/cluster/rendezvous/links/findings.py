@@ -9,9 +9,9 @@ from ipaddress import ip_address, ip_network
 
 from ddp_hpc.cluster.rendezvous.links.probe import NUM_DATAGRAMS
 from ddp_hpc.cluster.rendezvous.links.rounds import rounds_of
-from ddp_hpc.run.run_dir.network import Fault, NetworkFindings, Pace, PairFault
+from ddp_hpc.run.run_dir.network import Fault, LinkMetrics, NetworkFindings, PairFault
 
-Way = tuple[int, int]
+DirectedPair = tuple[int, int]
 """From one node to another, by their numbers."""
 
 MUCH_LOSS = 0.05
@@ -21,7 +21,7 @@ _FEWEST_LOST = 2
 
 
 @dataclass(kw_only=True)
-class LinkAnswer:
+class NodeLinkReport:
     """What one node has reported so far."""
 
     address: str = ""
@@ -43,7 +43,7 @@ class LinkAnswer:
 
 
 def findings_of(
-    nodes: Sequence[str], answers: Mapping[int, LinkAnswer], *, address: str, at: float, seconds: float
+    nodes: Sequence[str], answers: Mapping[int, NodeLinkReport], *, address: str, at: float, seconds: float
 ) -> NetworkFindings:
     """Return what the answers prove. `nodes` are the job's, in the order of their numbers."""
     off = off_network(answers, address)
@@ -68,12 +68,12 @@ def findings_of(
         num_pairs=len(known),
         bad_nodes=tuple(nodes[number] for number in sorted(bad_nodes)),
         off_network=tuple(nodes[number] for number in sorted(off)),
-        pairs=_in_order(bad),
-        lossy=_in_order(lossy),
-        unknown=_in_order(unknown),
+        pairs=_sorted_faults(bad),
+        lossy=_sorted_faults(lossy),
+        unknown=_sorted_faults(unknown),
         silent=tuple(nodes[number] for number in sorted(silent)),
         paces=tuple(
-            Pace(sender=nodes[at_], receiver=nodes[to], mb_per_s=rate, ahead_s=ahead, trip_s=trip)
+            LinkMetrics(sender=nodes[at_], receiver=nodes[to], mb_per_s=rate, ahead_s=ahead, trip_s=trip)
             for at_, answer in sorted(answers.items())
             for to, (rate, ahead, trip) in sorted(answer.paces.items())
         ),
@@ -98,7 +98,7 @@ def confirm_findings(first: NetworkFindings, again: NetworkFindings | None) -> N
     )
 
 
-def off_network(answers: Mapping[int, LinkAnswer], address: str) -> set[int]:
+def off_network(answers: Mapping[int, NodeLinkReport], address: str) -> set[int]:
     """Return the nodes that have no address of their own on the workers' network.
 
     These are the nodes that said so, the nodes that listen at rank zero's address, and rank zero's node where its subnet is not that
@@ -106,18 +106,18 @@ def off_network(answers: Mapping[int, LinkAnswer], address: str) -> set[int]:
     subnets of several racks, each with many nodes.
     """
     off = {number for number, answer in answers.items() if answer.is_whole and not answer.address}
-    zero = answers.get(0, LinkAnswer())
+    zero = answers.get(0, NodeLinkReport())
     if not zero.address or ip_address(zero.address.partition("%")[0]).is_loopback:  # then all are on this machine
         return off
     # A node of a cloned image, or one that may bind addresses that it does not have (ip_nonlocal_bind), listens at rank zero's.
     off |= {number for number, answer in answers.items() if number and answer.address == zero.address}
-    is_elsewhere = bool(zero.network) and not _holds(zero.network, address)
-    if is_elsewhere and any(_holds(answer.network, address) for answer in answers.values()):
+    is_elsewhere = bool(zero.network) and not _is_in_network(zero.network, address)
+    if is_elsewhere and any(_is_in_network(answer.network, address) for answer in answers.values()):
         off.add(0)
     return off
 
 
-def _holds(network: str, address: str) -> bool:
+def _is_in_network(network: str, address: str) -> bool:
     try:
         return ip_address(address.partition("%")[0]) in ip_network(network)
     except ValueError:
@@ -128,10 +128,10 @@ def _holds(network: str, address: str) -> bool:
 class _Link:
     """What two nodes that both reported saw of each other; a way is (sender, receiver)."""
 
-    tcp: Mapping[Way, str]
-    heard: Mapping[Way, tuple[int, int]]
-    loss: Mapping[Way, float]
-    is_counted: Mapping[Way, bool]
+    tcp: Mapping[DirectedPair, str]
+    heard: Mapping[DirectedPair, tuple[int, int]]
+    loss: Mapping[DirectedPair, float]
+    is_counted: Mapping[DirectedPair, bool]
     """Whether the receiver's process read all datagrams that its kernel received."""
 
     @property
@@ -140,20 +140,20 @@ class _Link:
         return self.first_way_with("good") is not None
 
     @property
-    def passing_ways(self) -> list[Way]:
+    def passing_ways(self) -> list[DirectedPair]:
         """The ways on which small datagrams arrive."""
         return [way for way in self.heard if self.heard[way][0]]
 
     @property
-    def lossiest_way(self) -> Way:
+    def lossiest_way(self) -> DirectedPair:
         return max(self.loss, key=lambda way: self.loss[way])
 
-    def first_way_with(self, *found: str) -> Way | None:
+    def first_way_with(self, *found: str) -> DirectedPair | None:
         """Return the first way whose connection came to one of these."""
         return next((way for way in self.tcp if self.tcp[way] in found), None)
 
 
-def _link_of(answers: Mapping[int, LinkAnswer], low: int, high: int) -> _Link:
+def _link_of(answers: Mapping[int, NodeLinkReport], low: int, high: int) -> _Link:
     ways = [(low, high), (high, low)]
     heard = {way: answers[way[1]].heard.get(way[0], (0, 0)) for way in ways}
     return _Link(
@@ -172,7 +172,7 @@ def _fault_of(nodes: Sequence[str], link: _Link) -> PairFault | None:
     return PairFault(nodes=(nodes[one], nodes[other]), fault=fault, loss=round(link.loss[one, other], 4))
 
 
-def _fault_of_working(link: _Link) -> tuple[Way, Fault] | None:
+def _fault_of_working(link: _Link) -> tuple[DirectedPair, Fault] | None:
     """Return what is wrong where a connection passed all of its bytes, both ways: the network carries what workers send.
 
     Lost datagrams are no more than worth a remark. Where none arrive, a firewall drops them, which does not concern the workers.
@@ -187,7 +187,7 @@ def _fault_of_working(link: _Link) -> tuple[Way, Fault] | None:
     return link.lossiest_way, "little loss"
 
 
-def _fault_of_failed(link: _Link) -> tuple[Way, Fault]:
+def _fault_of_failed(link: _Link) -> tuple[DirectedPair, Fault]:
     """Return what is wrong where no connection passed all of its bytes."""
     if not {"connect", "refused"}.issuperset(link.tcp.values()):
         return _fault_after_connect(link)
@@ -202,7 +202,7 @@ def _fault_of_failed(link: _Link) -> tuple[Way, Fault]:
     return plain, "TCP" if link.passing_ways else "nothing passes"
 
 
-def _fault_after_connect(link: _Link) -> tuple[Way, Fault]:
+def _fault_after_connect(link: _Link) -> tuple[DirectedPair, Fault]:
     """Return what is wrong where a connection was made, but passed too little, or was not tried.
 
     It proves that small packets pass both ways. What came of it depends on the processes, too, which may not run for seconds:
@@ -219,7 +219,7 @@ def _fault_after_connect(link: _Link) -> tuple[Way, Fault]:
     return next(iter(link.tcp)), "no answer"
 
 
-def _loss(heard: tuple[int, int], receiver: LinkAnswer, sender: int) -> float:
+def _loss(heard: tuple[int, int], receiver: NodeLinkReport, sender: int) -> float:
     """Return the share of packets lost one way, since the first that arrived; of sizes that do not pass at all, nothing is counted."""
     sizes = [num for num in heard if num]
     sent = NUM_DATAGRAMS * len(sizes) - receiver.missed.get(sender, 0)
@@ -227,7 +227,7 @@ def _loss(heard: tuple[int, int], receiver: LinkAnswer, sender: int) -> float:
     return lost / sent if sent > 0 and lost >= _FEWEST_LOST else 0.0
 
 
-def _in_order(found: Mapping[tuple[int, int], PairFault]) -> tuple[PairFault, ...]:
+def _sorted_faults(found: Mapping[tuple[int, int], PairFault]) -> tuple[PairFault, ...]:
     return tuple(found[pair] for pair in sorted(found))
 
 

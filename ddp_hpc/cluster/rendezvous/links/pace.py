@@ -16,9 +16,9 @@ NUM_STREAMS = 16
 STREAM_BYTES = 1 << 20
 STREAM_S = 0.5
 """After how long a stream ends early; a slow link has shown its speed by then."""
-ALL_S = 1.5
+ALL_STREAMS_S = 1.5
 """After how long no other stream begins."""
-LIMIT_S = 4.0
+CALL_TIMEOUT_S = 4.0
 """How long a single call may wait for the other node."""
 _CHUNK = bytes(1 << 16)
 _BUFFER = 1 << 18
@@ -30,7 +30,7 @@ def measure(link: socket.socket) -> tuple[float, float, float]:
 
     An OSError means that it does not answer in time.
     """
-    link.settimeout(LIMIT_S)
+    link.settimeout(CALL_TIMEOUT_S)
     # What waits in a large buffer of this end has not passed the network yet.
     link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
     trips = []
@@ -42,7 +42,7 @@ def measure(link: socket.socket) -> tuple[float, float, float]:
         trips.append((trip, there - (asked + trip / 2)))
     trip, ahead = min(trips)
     began, rates = time.monotonic(), [_stream(link)]
-    while len(rates) < NUM_STREAMS and time.monotonic() < began + ALL_S:
+    while len(rates) < NUM_STREAMS and time.monotonic() < began + ALL_STREAMS_S:
         rates.append(_stream(link))
     return round(max(rates), 2), round(ahead, 4), round(trip, 6)
 
@@ -61,7 +61,7 @@ def _stream(link: socket.socket) -> float:
 
 def answer_measurements(link: socket.socket) -> None:
     """Answer a node that measures, until it closes the connection."""
-    link.settimeout(LIMIT_S)
+    link.settimeout(CALL_TIMEOUT_S)
     for _ in range(NUM_QUESTIONS):
         receive_exactly(link, 1)
         link.sendall(_TIME.pack(time.time()))

@@ -42,12 +42,12 @@ NUM_DATAGRAMS = 200
 """Of each size, to each partner, after those that are not counted."""
 CONNECT_S = 4.0
 """Long enough for the third SYN, which the kernel sends after 3 s (tcp(7), tcp_syn_retries)."""
-SMALL_S = 3.0
-LARGE_S = 4.0
+SMALL_TRANSFER_S = 3.0
+LARGE_TRANSFER_S = 4.0
 """How long a connection may take to pass a few bytes; and `_TCP_BYTES` both ways."""
-PACE_S = 0.3
+ROUND_S = 0.3
 """Between the starts of two rounds; a round of good links takes less."""
-LONGEST_S = SMALL_S + CONNECT_S + SMALL_S + LARGE_S
+PARTNER_TIMEOUT_S = SMALL_TRANSFER_S + CONNECT_S + SMALL_TRANSFER_S + LARGE_TRANSFER_S
 """How long one partner may take."""
 LIFE_S = 180.0
 """When this process exits, whatever happens."""
@@ -66,7 +66,7 @@ _UNCOUNTED_NUMBER = 0xFFFF
 """Stands for the number of a datagram that is not counted."""
 _GREETING = struct.Struct(f"!{_TOKEN_BYTES}sH?")
 """The token, the sender's number, and whether it measures (`pace`)."""
-_NO_FRAGMENTS = {socket.AF_INET: (socket.IPPROTO_IP, 10), socket.AF_INET6: (socket.IPPROTO_IPV6, 23)}
+_MTU_OPTIONS = {socket.AF_INET: (socket.IPPROTO_IP, 10), socket.AF_INET6: (socket.IPPROTO_IPV6, 23)}
 """The options IP_MTU_DISCOVER and IPV6_MTU_DISCOVER."""
 _PMTUDISC_PROBE = 3
 _SO_MEMINFO, _MEMINFO_DROPS = 55, 8
@@ -74,7 +74,7 @@ _MOST_GUESTS = 64
 _USUAL_MTU = 1500
 
 
-def own_place(toward: str, interfaces: Sequence[Interface]) -> tuple[str, str, int]:
+def own_address_and_mtu(toward: str, interfaces: Sequence[Interface]) -> tuple[str, str, int]:
     """Return this node's address on the network of `toward`, the subnet of it, and its MTU; no subnet where the interface is not known."""
     address = source_address(toward) or toward
     nic = interface_with_address(address, interfaces)
@@ -156,12 +156,12 @@ class NodeProbe:
         for number, partner in enumerate(partners(self.num_nodes, self.me)):
             if partner is None or partner not in self.places:
                 continue
-            time.sleep(max(0.0, began + number * PACE_S - time.monotonic()))
+            time.sleep(max(0.0, began + number * ROUND_S - time.monotonic()))
             thread = threading.Thread(target=self._probe, args=(partner,), daemon=True)
             thread.start()
             threads.append(thread)
         for thread in threads:
-            thread.join(LONGEST_S + 5.0)
+            thread.join(PARTNER_TIMEOUT_S + 5.0)
 
     @property
     def num_dropped(self) -> int:
@@ -182,20 +182,20 @@ class NodeProbe:
     def _measure(self, place: tuple[str, int]) -> tuple[float, float, float]:
         with socket.create_connection(place, CONNECT_S, source_address=(self.sockets.address, 0)) as link:
             link.sendall(_GREETING.pack(self.token, self.me, True))
-            if pace.receive_exactly(link, 1, SMALL_S) != b"+":
+            if pace.receive_exactly(link, 1, SMALL_TRANSFER_S) != b"+":
                 raise ConnectionAbortedError("this is not the node that was asked for")
             return pace.measure(link)
 
     def _send_datagrams(self, place: tuple[str, int]) -> None:
         own = self.sockets
         large = min(self.mtu - _IP_AND_UDP_HEADER_BYTES[own.udp.family], _LARGEST_DATAGRAM)
-        give_up = time.monotonic() + SMALL_S
+        give_up = time.monotonic() + SMALL_TRANSFER_S
         # One socket for each partner: what waits for the hardware address of an unplugged one fills the socket's buffer (arp(7)).
         with suppress(OSError), socket.socket(own.udp.family, socket.SOCK_DGRAM) as sender:
             sender.bind((own.address, 0))
             # Full-sized packets go as they are: cut into fragments, they would hide a small MTU on the way (ip(7)).
             with suppress(OSError):
-                sender.setsockopt(*_NO_FRAGMENTS[own.udp.family], _PMTUDISC_PROBE)
+                sender.setsockopt(*_MTU_OPTIONS[own.udp.family], _PMTUDISC_PROBE)
 
             def send(number: int, size: int) -> None:
                 sender.settimeout(max(give_up - time.monotonic(), 0.001))
@@ -219,14 +219,14 @@ class NodeProbe:
         try:
             with socket.create_connection(place, CONNECT_S, source_address=(self.sockets.address, 0)) as link:
                 stage = "small"
-                link.settimeout(SMALL_S)
+                link.settimeout(SMALL_TRANSFER_S)
                 link.sendall(_GREETING.pack(self.token, self.me, False))
-                if pace.receive_exactly(link, 1, SMALL_S) != b"+":
+                if pace.receive_exactly(link, 1, SMALL_TRANSFER_S) != b"+":
                     return "stranger"
                 stage = "large"
-                link.settimeout(LARGE_S)
+                link.settimeout(LARGE_TRANSFER_S)
                 link.sendall(bytes(_TCP_BYTES))
-                pace.receive_exactly(link, _TCP_BYTES, LARGE_S)
+                pace.receive_exactly(link, _TCP_BYTES, LARGE_TRANSFER_S)
         except ConnectionRefusedError:
             return "refused"
         except OSError:
@@ -263,15 +263,15 @@ class NodeProbe:
         """Answer a partner; a stranger, who does not know the token, gets nothing."""
         try:
             with guest, suppress(OSError):
-                guest.settimeout(SMALL_S)
-                token, _, measures = _GREETING.unpack(pace.receive_exactly(guest, _GREETING.size, SMALL_S))
+                guest.settimeout(SMALL_TRANSFER_S)
+                token, _, measures = _GREETING.unpack(pace.receive_exactly(guest, _GREETING.size, SMALL_TRANSFER_S))
                 if not hmac.compare_digest(token, self.token):
                     return
                 guest.sendall(b"+")
                 if measures:
                     pace.answer_measurements(guest)
-                guest.settimeout(LARGE_S)
-                pace.receive_exactly(guest, _TCP_BYTES, LARGE_S)
+                guest.settimeout(LARGE_TRANSFER_S)
+                pace.receive_exactly(guest, _TCP_BYTES, LARGE_TRANSFER_S)
                 guest.sendall(bytes(_TCP_BYTES))
         finally:
             self._guests.release()
@@ -285,7 +285,7 @@ def serve(toward: str, *, name: str, mark: str) -> int:
         sys.stdout.flush()
 
     sys.stdout.write("\n")  # a TaskProlog may have begun a line here and not ended it
-    address, network, mtu = own_place(toward, local_interfaces())
+    address, network, mtu = own_address_and_mtu(toward, local_interfaces())
     try:
         sockets = Sockets.open(address)
     except OSError as error:

@@ -32,25 +32,25 @@ from ddp_hpc.run import requeue
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import read_progress
 from ddp_hpc.run.spec import RunSpec
-from ddp_hpc.run.workload.missing_files import PRIVATE_PLACES
+from ddp_hpc.run.workload.missing_files import NODE_LOCAL_DIRS
 
 T = TypeVar("T")
 _PRIVATE_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs"})
 _PYTHON_PLACES = (Path(sys.prefix), Path(sys.base_prefix), PACKAGE_DIR)
-_SOURCE_LINE = re.compile(r"\s*(?:source|\.)\s+(~?/?[\w.+-]+(?:/[\w.+-]+)+)\s*$")
+_SOURCE_LINE_PATTERN = re.compile(r"\s*(?:source|\.)\s+(~?/?[\w.+-]+(?:/[\w.+-]+)+)\s*$")
 """A line of shell that reads one file, and fails without it."""
 _SOON_S = 60.0
 
 
-def refuse_private_place(path: Path, pythons: Sequence[Path] = _PYTHON_PLACES) -> None:
+def refuse_node_local_path(path: Path, pythons: Sequence[Path] = _PYTHON_PLACES) -> None:
     """Refuse a run directory, or a Python and its packages, that each node has for itself."""
-    if (place := _private_place(path)) is not None:
+    if (place := _node_local_dir(path)) is not None:
         raise ConfigError(
             f"The run's directory would be {path}, but each node has a {place} of its own, so the job could not find it. "
             "Choose a directory on a file system that all nodes share with `runs_dir=...`."
         )
     for each in pythons:
-        place = _private_place(each)
+        place = _node_local_dir(each)
         if place is not None and not place.startswith("/ "):  # a node without a disk has all of its system in memory
             raise ConfigError(
                 f"This Python uses {each}, but each node has a {place} of its own, so the job could not start. Make the "
@@ -58,10 +58,10 @@ def refuse_private_place(path: Path, pythons: Sequence[Path] = _PYTHON_PLACES) -
             )
 
 
-def _private_place(path: Path) -> str | None:
+def _node_local_dir(path: Path) -> str | None:
     """Return the node-local directory that a path lies in; None where there is none."""
     resolved = path.resolve()
-    place = next((place for place in PRIVATE_PLACES if resolved.is_relative_to(place)), None)
+    place = next((place for place in NODE_LOCAL_DIRS if resolved.is_relative_to(place)), None)
     mounts = [one for one in psutil.disk_partitions(all=True) if resolved.is_relative_to(one.mountpoint)]
     mount = max(mounts, key=lambda one: len(one.mountpoint), default=None)
     if mount is not None and mount.fstype in _PRIVATE_FILE_SYSTEMS:
@@ -103,20 +103,20 @@ class SlurmQuestions:
         """Waits for the cluster's configuration."""
         self._test: Callable[[], Estimate] | None = None
 
-    def ask_about(self, script: Path) -> None:
+    def ask_about_script(self, script: Path) -> None:
         """Begin to ask whether Slurm would accept this script."""
         self._test = _ask_in_thread(lambda: client.estimate_start(script, self.environ))
 
     def refusal(self, said: str, spec: RunSpec) -> ConfigError:
         """Return what sbatch's refusal means, by what the cluster has."""
-        return ConfigError(explain_refusal(said, spec, self._cluster()))
+        return ConfigError(explain_refusal(said, spec, self._known_cluster()))
 
-    def _cluster(self) -> KnownCluster:
+    def _known_cluster(self) -> KnownCluster:
         partitions = self._partitions()
         associations = client.accounts(self.environ) if partitions else ()
         shapes: Sequence[NodeShape] = ()
         with suppress(ConfigError, SlurmUnavailableError):
-            shapes = client.shapes(self.environ)
+            shapes = client.node_shapes(self.environ)
         return KnownCluster(partitions, associations, shapes)
 
     def wait_for_notes(self, spec: RunSpec, run: RunDir) -> list[str]:
@@ -129,7 +129,7 @@ class SlurmQuestions:
         client.refuse_other_cluster(self.config().name, self.environ)
         notes = [*_cost_notes(spec, answer.starts_at)]
         if answer.refusal is not None:
-            cluster = self._cluster()
+            cluster = self._known_cluster()
             if not may_wait(answer.refusal, spec, cluster):
                 raise ConfigError(explain_refusal(answer.refusal, spec, cluster))
             notes.append(
@@ -140,9 +140,9 @@ class SlurmQuestions:
         return [*notes, *_misfit_notes(spec, self.config(), partitions, progress.save_s if progress else None)]
 
 
-def notes_on_setup(spec: RunSpec) -> Iterator[str]:
+def notes_on_setup_files(spec: RunSpec) -> Iterator[str]:
     """Yield a note for each file that `slurm.setup` reads and this host does not have."""
-    for named in (match[1] for line in spec.slurm.setup if (match := _SOURCE_LINE.match(line))):
+    for named in (match[1] for line in spec.slurm.setup if (match := _SOURCE_LINE_PATTERN.match(line))):
         if not Path(os.path.expanduser(named)).exists():  # noqa: PTH111  a Path raises an error for `~nobody`
             yield (
                 f"note: only the job can check this: `slurm.setup` reads {named}, which this host does not have; where a node does not have it "
@@ -173,7 +173,7 @@ def _start_text(wait_s: float) -> str:
     return f"it could start in about {span}"
 
 
-def _refuse_no_time(spec: RunSpec, limit_min: float | None) -> None:
+def _refuse_short_time_limit(spec: RunSpec, limit_min: float | None) -> None:
     """Refuse a time limit, the partition's if the run sets none, that is over when the run is asked to stop."""
     lead_s = spec.slurm.signal_lead_s
     if limit_min is not None and limit_min * 60 <= lead_s:
@@ -203,7 +203,7 @@ def _misfit_notes(
             "continues from there. Set the key if the run needs more time in one job."
         )
     effective_min = limit_min or partition.default_time_min
-    _refuse_no_time(spec, effective_min)
+    _refuse_short_time_limit(spec, effective_min)
     problem = requeue.lead_problem(lead_s=spec.slurm.signal_lead_s, time_limit_min=effective_min, save_s=save_s)
     if problem is not None:
         yield f"warning: {problem}"

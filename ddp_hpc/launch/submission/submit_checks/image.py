@@ -12,12 +12,12 @@ from ddp_hpc.cluster.containers import (
     HostPaths,
     candidate_runtimes,
     container_setup,
+    file_to_stage,
     identity_of,
     is_address,
     missing_sources,
-    refuse_misplaced,
+    refuse_unusable_runtime,
     sif_architecture,
-    staged_source,
 )
 from ddp_hpc.run.run_dir.ledger import Ledger
 from ddp_hpc.run.run_dir.paths import RunDir
@@ -29,13 +29,13 @@ def image_notes(
     spec: RunSpec, run: RunDir, import_paths: Sequence[Path], environ: Mapping[str, str], *, is_for_slurm: bool
 ) -> Iterator[str]:
     """Yield what the user should know of the run's image."""
-    staged_source(spec)
+    file_to_stage(spec)
     here = Path.cwd()
     inputs = [*workload_of(spec).input_paths(here)]
     inside = container_setup(spec, run, HostPaths(work_dir=here, import_paths=import_paths, inputs=inputs))
     if inside is None:
         return
-    refuse_misplaced(spec, is_for_slurm=is_for_slurm)
+    refuse_unusable_runtime(spec, is_for_slurm=is_for_slurm)
     if spec.container.runtime == "docker":
         pass  # Docker's daemon knows its images, and fetches those that it does not have
     elif is_address(inside.image):

@@ -40,11 +40,11 @@ def may_wait(said: str, spec: RunSpec, cluster: KnownCluster) -> bool:
 
     `job_start_data` of Slurm's source.
     """
-    return "node configuration is not available" in said and not _too_large_text(spec, _shapes(spec, cluster))
+    return "node configuration is not available" in said and not _too_large_text(spec, _partition_shapes(spec, cluster))
 
 
 def _explain_partition(spec: RunSpec, cluster: KnownCluster) -> str:
-    names = ", ".join(_sized_name(partition) for partition in cluster.partitions) or "none that you can see (`sinfo`)"
+    names = ", ".join(_size_text(partition) for partition in cluster.partitions) or "none that you can see (`sinfo`)"
     return (
         f"`slurm.partition` is {spec.slurm.partition!r}; the cluster has {names}. Set `slurm.partition` to one of them."
     )
@@ -52,15 +52,15 @@ def _explain_partition(spec: RunSpec, cluster: KnownCluster) -> str:
 
 def _explain_size(spec: RunSpec, cluster: KnownCluster) -> str:
     chosen = chosen_partition(spec.slurm.partition, cluster.partitions)
-    has = f"partition {_sized_name(chosen)}" if chosen else ", ".join(map(_sized_name, cluster.partitions))
-    return _too_large_text(spec, _shapes(spec, cluster)) or (
+    has = f"partition {_size_text(chosen)}" if chosen else ", ".join(map(_size_text, cluster.partitions))
+    return _too_large_text(spec, _partition_shapes(spec, cluster)) or (
         f"The run asks for {request_text(spec)}; the cluster has {has}. Choose another `slurm.partition`, or lower `resources.nodes`, "
         "`resources.workers_per_node`, `resources.cpus_per_worker` or other keys of `resources`."
     )
 
 
 def _explain_gpus(spec: RunSpec, cluster: KnownCluster) -> str:
-    chosen, shapes = chosen_partition(spec.slurm.partition, cluster.partitions), _shapes(spec, cluster)
+    chosen, shapes = chosen_partition(spec.slurm.partition, cluster.partitions), _partition_shapes(spec, cluster)
     has = f"; Slurm lists {plural(chosen.num_gpus, 'GPU')} in partition {chosen.name}" if chosen else ""
     return (any(shape.num_gpus for shape in shapes) and _too_large_text(spec, shapes)) or (
         f"The run asks for {request_text(spec)}, by `--{spec.slurm.gpu_option}` (`slurm.gpu_option`){has}. Correct `resources.gpu_type` or `slurm.partition`; "
@@ -75,7 +75,7 @@ def _too_large_text(spec: RunSpec, shapes: Sequence[NodeShape]) -> str:
             f"`resources.gpu_type` is {asked_type!r}, but nodes of {_partitions_text(shapes)} have {', '.join(sorted(types))}. Set it to one of these, or "
             "choose another `slurm.partition`."
         )
-    causes = " ".join(_oversized_requests(spec, shapes))
+    causes = " ".join(_oversize_sentences(spec, shapes))
     return causes and f"{causes} Lower it, or choose another `slurm.partition`."
 
 
@@ -83,14 +83,14 @@ def _partitions_text(shapes: Sequence[NodeShape]) -> str:
     return f"partition {', '.join(sorted({shape.partition for shape in shapes}))}"
 
 
-def _shapes(spec: RunSpec, cluster: KnownCluster) -> Sequence[NodeShape]:
+def _partition_shapes(spec: RunSpec, cluster: KnownCluster) -> Sequence[NodeShape]:
     """Return the nodes that the job may get; none if unknown."""
     chosen = chosen_partition(spec.slurm.partition, cluster.partitions)
     names = (spec.slurm.partition or (chosen.name if chosen else "")).split(",")
     return [shape for shape in cluster.shapes if shape.partition in names]
 
 
-def _oversized_requests(spec: RunSpec, shapes: Sequence[NodeShape]) -> Iterator[str]:
+def _oversize_sentences(spec: RunSpec, shapes: Sequence[NodeShape]) -> Iterator[str]:
     """Yield a sentence for each key that asks for more than any node has."""
     if not shapes:
         return
@@ -185,6 +185,6 @@ def request_text(spec: RunSpec) -> str:
     return f"{plural(resources.nodes, 'node')} with {tasks} of {cpus}{gpus} each{memory}"
 
 
-def _sized_name(partition: Partition) -> str:
+def _size_text(partition: Partition) -> str:
     """Return `batch (4 nodes)`."""
     return f"{partition.name} ({plural(partition.total_nodes, 'node')})"

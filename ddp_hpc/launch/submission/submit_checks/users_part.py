@@ -15,14 +15,14 @@ from pathlib import Path
 
 from ddp_hpc.base.durable import replace_text
 from ddp_hpc.base.errors import ConfigError
-from ddp_hpc.job.node.python_environ import IMPORT_PATH_NAME, SAFE_PATH_VARIABLE
+from ddp_hpc.job.node.python_environ import IMPORT_PATH_NAME, SAFE_PATH_ENVIRON
 from ddp_hpc.run.config.resolve import Resolved, flat_spec, render_resolved
 from ddp_hpc.run.config.sources import DEFAULT
 from ddp_hpc.run.spec import RunSpec
 from ddp_hpc.run.workload.protocol import UsersCode
 from ddp_hpc.run.workload.table import workload_of
 
-NO_BYTECODE = {"PYTHONDONTWRITEBYTECODE": "1"}
+NO_BYTECODE_ENV = {"PYTHONDONTWRITEBYTECODE": "1"}
 """A dry run leaves nothing behind."""
 DEADLINE_S = 15.0
 """How long the check may take: a first import of PyTorch from a slow file system takes longer."""
@@ -46,7 +46,7 @@ def check_users_part(specs: Sequence[RunSpec], code: UsersCode | None, environ: 
                 str(answer),
                 *map(str, configs),
             ]
-            ended = _run_check(argv, {**SAFE_PATH_VARIABLE, **NO_BYTECODE, **environ, **spec.environ, **paths})
+            ended = _run_check(argv, {**SAFE_PATH_ENVIRON, **NO_BYTECODE_ENV, **environ, **spec.environ, **paths})
             refused, unchecked = json.loads(answer.read_text(encoding="utf-8")) if answer.exists() else ("", [ended])
     except OSError as error:  # such as a full /tmp, which says nothing of the run
         refused, unchecked = "", [str(error)]

@@ -8,11 +8,11 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from ddp_hpc.base.names import few, plural
+from ddp_hpc.base.names import plural, shorten_names
 from ddp_hpc.cluster.node_checks.of_files import FEW_FILES, FULL_BYTES, SLOW_WRITE_S, TIGHT_BYTES
-from ddp_hpc.cluster.node_checks.of_node import TO_FIT, why_gpus_unused
+from ddp_hpc.cluster.node_checks.of_node import DRIVER_ADVICE, why_gpus_unused
 from ddp_hpc.cluster.slurm import client, preemption
-from ddp_hpc.cluster.slurm.own_job import TO_DO, Standing, standing
+from ddp_hpc.cluster.slurm.own_job import SHELL_ADVICE, JobStanding, standing_of_job
 from ddp_hpc.cluster.slurm.queries import NEVER_S, NodeState, Partition, chosen_partition, takes_jobs
 from ddp_hpc.run.config.resolve import Resolved
 from ddp_hpc.run.run_dir.preflight import Finding, Level
@@ -51,17 +51,17 @@ class LoginSite:
         return chosen_partition(self.spec.slurm.partition, self.slurm_answers.partitions or ())
 
     @cached_property
-    def job_standing(self) -> tuple[Standing, str]:
+    def job_standing(self) -> tuple[JobStanding, str]:
         """Whether the job of this shell's variables runs, and why that is so."""
         is_answered = "job" not in self.slurm_answers.problems and has_commands(self.environ)
         asked = "" if self.slurm_answers.config is None else self.slurm_answers.config.name
         problem = "" if is_answered else self.slurm_answers.why_not("job")
-        return standing(self.environ, self.slurm_answers.job, problem, asked=asked)
+        return standing_of_job(self.environ, self.slurm_answers.job, problem, asked=asked)
 
 
 def findings_of(site: LoginSite) -> list[Finding]:
     """Return what all checks found, in the order of the table."""
-    checks = [*ALWAYS, *(OF_SLURM if site.has_slurm else ())]
+    checks = [*ALWAYS_CHECKS, *(SLURM_CHECKS if site.has_slurm else ())]
     found = [replace(one, check=name) for name, check in checks for one in check(site)]
     if not site.has_slurm:
         to_do = "go to a login node, or load the Slurm module"
@@ -77,14 +77,14 @@ def why_no_job(site: LoginSite, findings: Sequence[Finding]) -> str:
         return ""
     if any(one.check == "controller" for one in findings):
         return "the controller does not answer"
-    is_refused = any(one.level == "fail" and one.check in _BEFORE_A_JOB for one in findings)
+    is_refused = any(one.level == "fail" and one.check in _BLOCKING_CHECKS for one in findings)
     return "Slurm would not start the job: see the failures above" if is_refused else ""
 
 
-_BEFORE_A_JOB = frozenset({"partition", "nodes", "start"})
+_BLOCKING_CHECKS = frozenset({"partition", "nodes", "start"})
 
 
-def _profile(site: LoginSite) -> Iterator[Finding]:
+def _check_profile(site: LoginSite) -> Iterator[Finding]:
     profile = site.resolved.profile
     if profile is None:
         to_do = "`ddp-hpc site init` drafts one from this cluster's settings"
@@ -93,22 +93,22 @@ def _profile(site: LoginSite) -> Iterator[Finding]:
         yield Finding("ok", f"{profile.site.name}: {profile.path} ({profile.why})")
 
 
-def _shells_job(site: LoginSite) -> Iterator[Finding]:
+def _check_shells_job(site: LoginSite) -> Iterator[Finding]:
     is_so, said = site.job_standing
     if is_so == "runs":
         yield Finding("ok", f"{said}; `--nodes` checks its nodes")
     elif is_so == "gone":
-        yield Finding("warn", said, TO_DO)
+        yield Finding("warn", said, SHELL_ADVICE)
     elif is_so == "unknown":
         yield Finding("unknown", said, "try again, or open a new shell; until this is known, `--nodes` checks no nodes")
 
 
-def _driver(site: LoginSite) -> Iterator[Finding]:
+def _check_driver(site: LoginSite) -> Iterator[Finding]:
     here = asdict(environment_here(site.environ, proc=site.proc))
     if site.spec.container.image or not here["torch"] or not (here["driver"] or site.spec.resources.gpus_per_node):
         return  # an image has a PyTorch of its own
     if found := why_gpus_unused(here):
-        yield Finding("warn", found, TO_FIT)
+        yield Finding("warn", found, DRIVER_ADVICE)
     elif here["driver"]:
         built = f"CUDA {here['cuda']}" if here["cuda"] else f"ROCm {here['hip']}"
         yield Finding("ok", f"{here['driver']} runs PyTorch {here['torch']}, built with {built}")
@@ -117,11 +117,11 @@ def _driver(site: LoginSite) -> Iterator[Finding]:
         yield Finding("unknown", found, "`--nodes` compares them on nodes")
 
 
-_ROOM = "free space: delete runs that you no longer need (`ddp-hpc delete RUN`)"
-_FASTER = "set `runs_dir` to a directory on a faster file system, if there is one"
+_SPACE_ADVICE = "free space: delete runs that you no longer need (`ddp-hpc delete RUN`)"
+_SPEED_ADVICE = "set `runs_dir` to a directory on a faster file system, if there is one"
 
 
-def _runs_dir(site: LoginSite) -> Iterator[Finding]:
+def _check_runs_dir(site: LoginSite) -> Iterator[Finding]:
     place = site.spec.path.parent
     if site.slurm_answers.disk is None:
         to_do = "run `ls` on this directory; if that does not answer either, tell your cluster's support"
@@ -138,11 +138,11 @@ def _runs_dir(site: LoginSite) -> Iterator[Finding]:
     files = "" if found_there.free_files is None else f", {found_there.free_files} files"
     seconds = f" in {found_there.write_s:.1f} s" if found_there.write_s > SLOW_WRITE_S else ""
     level: Level = "fail" if is_full else "warn" if free < TIGHT_BYTES or seconds else "ok"
-    to_do = "" if level == "ok" else _ROOM if free < TIGHT_BYTES or is_full else _FASTER
-    yield Finding(level, f"{where}: writable{seconds}, {quota.in_words(free)}{files} free", to_do)
+    to_do = "" if level == "ok" else _SPACE_ADVICE if free < TIGHT_BYTES or is_full else _SPEED_ADVICE
+    yield Finding(level, f"{where}: writable{seconds}, {quota.size_text(free)}{files} free", to_do)
 
 
-def _controller(site: LoginSite) -> Iterator[Finding]:
+def _check_controller(site: LoginSite) -> Iterator[Finding]:
     said = site.slurm_answers.controller
     if said == "up":
         return  # the next lines say what it answers
@@ -155,18 +155,18 @@ def _controller(site: LoginSite) -> Iterator[Finding]:
         yield Finding("unknown", f"the controller does not answer: {why}", to_do)
 
 
-def _version(site: LoginSite) -> Iterator[Finding]:
+def _check_version(site: LoginSite) -> Iterator[Finding]:
     config = site.slurm_answers.config
     if config is not None and config.version:
         yield Finding("ok", f"{config.version}, cluster {config.name}")
     else:
-        yield _unanswered(site, "config")
+        yield _unknown_finding(site, "config")
 
 
-def _partition(site: LoginSite) -> Iterator[Finding]:
+def _check_partition(site: LoginSite) -> Iterator[Finding]:
     partition = site.partition
     if site.slurm_answers.partitions is None:
-        yield _unanswered(site, "partitions")
+        yield _unknown_finding(site, "partitions")
     elif partition is None:
         asked = site.spec.slurm.partition
         what = f"there is no partition {asked!r}" if asked else "Slurm has no default partition"
@@ -179,10 +179,10 @@ def _partition(site: LoginSite) -> Iterator[Finding]:
         yield Finding("fail", found, "choose another partition, or wait until it is UP")
 
 
-def _preemption(site: LoginSite) -> Iterator[Finding]:
+def _check_preemption(site: LoginSite) -> Iterator[Finding]:
     config, partition, told = site.slurm_answers.config, site.partition, site.slurm_answers
     if config is None or told.partitions is None:
-        yield _unanswered(site, "partitions" if config else "config")
+        yield _unknown_finding(site, "partitions" if config else "config")
         return
     if partition is None:
         return  # the line before says so
@@ -199,10 +199,10 @@ def _preemption(site: LoginSite) -> Iterator[Finding]:
     yield from answers
 
 
-def _requeue(site: LoginSite) -> Iterator[Finding]:
+def _check_requeue(site: LoginSite) -> Iterator[Finding]:
     config = site.slurm_answers.config
     if config is None:
-        yield _unanswered(site, "config")
+        yield _unknown_finding(site, "config")
     elif not site.spec.slurm.requeue:
         to_do = "set `slurm.requeue=true`, or submit the run again after each end"
         yield Finding("warn", "`slurm.requeue` is false, so the run ends with its job", to_do)
@@ -211,22 +211,22 @@ def _requeue(site: LoginSite) -> Iterator[Finding]:
         yield Finding("ok", f"Slurm requeues jobs {'by default' if config.job_requeue else asked}")
 
 
-def _arrays(site: LoginSite) -> Iterator[Finding]:
+def _check_arrays(site: LoginSite) -> Iterator[Finding]:
     size = None if site.slurm_answers.config is None else site.slurm_answers.config.max_array_size
     if size is None:
-        yield _unanswered(site, "config")
+        yield _unknown_finding(site, "config")
     elif size <= 1:
         yield Finding("warn", f"MaxArraySize is {size}: Slurm allows no job arrays, so sweeps do not work on it")
     else:
         yield Finding("ok", f"MaxArraySize is {size}: a sweep may have {size - 1} points in one array")
 
 
-def _accounts(site: LoginSite) -> Iterator[Finding]:
+def _check_accounts(site: LoginSite) -> Iterator[Finding]:
     config, known, asked = site.slurm_answers.config, site.slurm_answers.associations, site.spec.slurm.account
     if config is not None and not config.has_accounting:
         yield Finding("ok", "this cluster has no accounting, so jobs need no account")
     elif known is None:
-        yield _unanswered(site, "associations")
+        yield _unknown_finding(site, "associations")
     elif not known:
         found = f"the accounting database has no account for {client.user_name()}"
         yield Finding("warn", found, "ask your administrators for one")
@@ -239,10 +239,10 @@ def _accounts(site: LoginSite) -> Iterator[Finding]:
             yield Finding("fail", f"{words}; not {asked!r}, which `slurm.account` names", to_do)
 
 
-def _start(site: LoginSite) -> Iterator[Finding]:
+def _check_start(site: LoginSite) -> Iterator[Finding]:
     answer, nodes = site.slurm_answers.test_only, plural(site.spec.resources.nodes, "node")
     if answer is None:
-        yield _unanswered(site, "test_only")
+        yield _unknown_finding(site, "test_only")
     elif answer.refusal is not None:
         last = answer.refusal.splitlines()[-1] if answer.refusal else "it gave no reason"
         found = f"Slurm would refuse a job of {nodes}: {last}"
@@ -258,10 +258,10 @@ def _start(site: LoginSite) -> Iterator[Finding]:
         yield Finding("warn" if wait_s > NEVER_S else "ok", found)
 
 
-def _nodes(site: LoginSite) -> Iterator[Finding]:
+def _check_nodes(site: LoginSite) -> Iterator[Finding]:
     nodes = site.slurm_answers.nodes
     if nodes is None:
-        yield _unanswered(site, "nodes")
+        yield _unknown_finding(site, "nodes")
         return
     if not nodes:
         to_do = "a policy of the site may hide the nodes (PrivateData): `sinfo` shows what you may see; Slurm's estimate below counts"
@@ -281,7 +281,7 @@ def _nodes(site: LoginSite) -> Iterator[Finding]:
     for of_one in reasons[:num_shown]:
         one, names = of_one[0], tuple(each.node for each in of_one)
         reason = f": {one.reason}" if one.reason else ", without a reason"
-        who = f"{few(names, _MOST_NAMES)} {'is' if len(names) == 1 else 'are'}"
+        who = f"{shorten_names(names, _MOST_NAMES)} {'is' if len(names) == 1 else 'are'}"
         yield Finding("warn", f"{who} {one.state}{reason}", reason_meaning(one.reason, one.state), names)
     if rest := reasons[num_shown:]:
         names = tuple(each.node for of_one in rest for each in of_one)
@@ -293,12 +293,12 @@ _MOST_NAMES = 4
 _MOST_GROUPS = 8
 """How many reasons are shown, of most nodes first, and how many of the nodes that have one."""
 
-_PREFIXES = {
+_MEANING_BY_PREFIX = {
     "[node_problem]": "the node has failed a check of hardware or system; the administrators must repair it",
     "[user_problem]": "a user's processes made the node unusable, for instance with a full disk or memory; Slurm's reason says which",
 }
 """How some sites' checks begin a reason (Soperator of Nebius writes these two) -> what it means."""
-_SILENT = "`*` means that the node's slurmd does not answer the controller: the node is down, or its network is"
+_SILENT_MEANING = "`*` means that the node's slurmd does not answer the controller: the node is down, or its network is"
 _OTHERS = "this reason is the text of an administrator or of Slurm; ask your cluster's support"
 
 
@@ -314,11 +314,11 @@ def nodes_by_reason(nodes: Sequence[NodeState]) -> list[list[NodeState]]:
 def reason_meaning(reason: str, state: str = "") -> str:
     """Return what a reason means; without one, what the state does. Empty where neither says anything."""
     if not reason:
-        return _SILENT if state.endswith("*") else ""
-    return next((text for prefix, text in _PREFIXES.items() if reason.lower().startswith(prefix)), _OTHERS)
+        return _SILENT_MEANING if state.endswith("*") else ""
+    return next((text for prefix, text in _MEANING_BY_PREFIX.items() if reason.lower().startswith(prefix)), _OTHERS)
 
 
-def _unanswered(site: LoginSite, question: str) -> Finding:
+def _unknown_finding(site: LoginSite, question: str) -> Finding:
     to_do = "try again; `scontrol ping` says more"
     if question == "associations":
         to_do = "try again; the accounting daemon (slurmdbd) must answer this; meanwhile, Slurm still accepts and starts jobs"
@@ -329,22 +329,22 @@ def _unanswered(site: LoginSite, question: str) -> Finding:
 
 
 Checks = Sequence[tuple[str, Callable[[LoginSite], Iterator[Finding]]]]
-ALWAYS: Checks = (
-    ("site", _profile),
-    ("job", _shells_job),
-    ("driver", _driver),
-    ("runs directory", _runs_dir),
+ALWAYS_CHECKS: Checks = (
+    ("site", _check_profile),
+    ("job", _check_shells_job),
+    ("driver", _check_driver),
+    ("runs directory", _check_runs_dir),
     ("quota", lambda site: quota.findings_on_quota(site.slurm_answers.quota, site.slurm_answers.why_not("quota"))),
 )
-OF_SLURM: Checks = (
-    ("controller", _controller),
-    ("Slurm", _version),
-    ("partition", _partition),
-    ("preemption", _preemption),
-    ("requeue", _requeue),
-    ("job arrays", _arrays),
-    ("accounts", _accounts),
-    ("nodes", _nodes),
-    ("start", _start),
+SLURM_CHECKS: Checks = (
+    ("controller", _check_controller),
+    ("Slurm", _check_version),
+    ("partition", _check_partition),
+    ("preemption", _check_preemption),
+    ("requeue", _check_requeue),
+    ("job arrays", _check_arrays),
+    ("accounts", _check_accounts),
+    ("nodes", _check_nodes),
+    ("start", _check_start),
 )
 """In the order in which a person should read them."""

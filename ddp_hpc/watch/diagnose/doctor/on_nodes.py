@@ -15,7 +15,7 @@ from ddp_hpc.base.record import decode_record
 from ddp_hpc.cluster.slurm import client
 from ddp_hpc.cluster.slurm.directives import directives
 from ddp_hpc.run.run_dir.paths import RunDir
-from ddp_hpc.run.run_dir.preflight import Preflight
+from ddp_hpc.run.run_dir.preflight import PreflightReport
 from ddp_hpc.run.spec import RunSpec
 from ddp_hpc.run.workload.table import workload_of
 
@@ -24,15 +24,9 @@ _MODULE = "ddp_hpc.job.preflight"
 _NUMBER = re.compile(r"[0-9]+")
 
 
-def check(  # noqa: PLR0913  what is checked, and where
-    spec: RunSpec,
-    nodes: str,
-    environ: Mapping[str, str],
-    *,
-    is_in_job: bool,
-    paths: Sequence[str],
-    patience_s: float,
-) -> Preflight:
+def check_nodes(  # noqa: PLR0913  what is checked, and where
+    spec: RunSpec, nodes: str, environ: Mapping[str, str], *, is_in_job: bool, paths: Sequence[str], patience_s: float
+) -> PreflightReport:
     """Check so many nodes, or the named ones; with `is_in_job`, those of the job that `environ` names. `paths` have to be there on each.
 
     `patience_s`: how long the job may wait in the queue and run.
@@ -49,9 +43,9 @@ def check(  # noqa: PLR0913  what is checked, and where
     command = [sys.executable, "-m", _MODULE, *options]
     try:
         if is_in_job:
-            answer = client.run_beside(command, environ, timeout_s=patience_s)
+            answer = client.run_with_job_environ(command, environ, timeout_s=patience_s)
         else:
-            answer = client.run_in_allocation(options_of(spec, nodes), command, environ, timeout_s=patience_s)
+            answer = client.run_in_allocation(salloc_options(spec, nodes), command, environ, timeout_s=patience_s)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     found = parse_result(answer.stdout)
@@ -63,17 +57,17 @@ def check(  # noqa: PLR0913  what is checked, and where
     return found
 
 
-_OF_THE_CHECK = frozenset({"nodes", "ntasks-per-node", "time", "job-name"})
-_NOT_OF_IT = frozenset(
+_CHECK_OPTIONS = frozenset({"nodes", "ntasks-per-node", "time", "job-name"})
+_LEFT_OUT_OPTIONS = frozenset(
     {"cpus-per-task", "mem", "chdir", "output", "open-mode", "signal", "requeue", "no-requeue", "dependency"}
 )
 """Options of a run's job that the job of a check has its own for, or does without."""
 
 
-def options_of(spec: RunSpec, nodes: str) -> list[str]:
+def salloc_options(spec: RunSpec, nodes: str) -> list[str]:
     """Return what salloc gets: a short job of one task on each node, in the place where a run's would be."""
     is_list = _NUMBER.fullmatch(nodes) is None
-    left_out = _OF_THE_CHECK | _NOT_OF_IT | ({"nodelist"} if is_list else set())
+    left_out = _CHECK_OPTIONS | _LEFT_OUT_OPTIONS | ({"nodelist"} if is_list else set())
     made = directives(spec, RunDir(spec.path), chdir=Path("/"), cpus_per_worker=1)
     kept = {flag: value for flag, value in made.items() if flag not in left_out}
     chosen = [f"--{flag}{'' if value is None else f'={value}'}" for flag, value in kept.items()]
@@ -83,7 +77,7 @@ def options_of(spec: RunSpec, nodes: str) -> list[str]:
     return [where, *own, *chosen]
 
 
-def parse_result(printed: str) -> Preflight | None:
+def parse_result(printed: str) -> PreflightReport | None:
     """Return the result among what was printed, by an environment that greets, too; None without one."""
-    found = (decode_record(line.encode(), Preflight) for line in reversed(printed.splitlines()))
+    found = (decode_record(line.encode(), PreflightReport) for line in reversed(printed.splitlines()))
     return next((one for one in found if one is not None), None)

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from ddp_hpc.base.errors import ConfigError, SlurmBusyError, SlurmUnavailableError
-from ddp_hpc.base.patience import answers_within
+from ddp_hpc.base.patience import ask_in_threads
 from ddp_hpc.cluster.node_checks.facts import Disk
-from ddp_hpc.cluster.node_checks.gather import disk
+from ddp_hpc.cluster.node_checks.gather import probe_disk
 from ddp_hpc.cluster.slurm import client
 from ddp_hpc.cluster.slurm.allocation import claimed_job_id
 from ddp_hpc.cluster.slurm.directives import directives
@@ -28,7 +28,7 @@ from ddp_hpc.watch.diagnose.doctor.quota import Quota, quotas_of
 ANSWER_S = 20.0
 """How long Slurm may take to answer all questions. Its own commands give up on a controller after 10 s (MessageTimeout), or ask again."""
 _NO_THREAD = "this host lets you start no more processes and threads (`ulimit -u`)"
-_LAST_S = 2.0
+_EXTRA_WAIT_S = 2.0
 """How much longer the threads may take to end the commands that did not answer."""
 
 
@@ -60,7 +60,7 @@ class SlurmAnswers:
 
 def ask(spec: RunSpec, environ: Mapping[str, str], *, seconds: float = ANSWER_S) -> SlurmAnswers:
     """Ask everything that concerns a run of this configuration: Slurm where it is, and the file system of the runs."""
-    of_slurm = _of_slurm(spec, environ) if has_commands(environ) else {}
+    of_slurm = _slurm_questions(spec, environ) if has_commands(environ) else {}
     place = spec.path.parent
 
     def quota(*, timeout_s: float) -> Sequence[Quota]:
@@ -74,7 +74,7 @@ def has_commands(environ: Mapping[str, str]) -> bool:
     return shutil.which("sbatch", path=environ.get("PATH", "")) is not None
 
 
-def _of_slurm(spec: RunSpec, environ: Mapping[str, str]) -> dict[str, Callable[..., Any]]:
+def _slurm_questions(spec: RunSpec, environ: Mapping[str, str]) -> dict[str, Callable[..., Any]]:
     job_id = claimed_job_id(environ)
     questions: dict[str, Callable[..., Any]] = {
         "controller": client.controller,
@@ -97,7 +97,7 @@ def _disk(place: Path, *, timeout_s: float) -> tuple[Path, Disk]:
     # A stale mount, or a directory above that may not be searched: nothing can be written there.
     except OSError as error:
         return place, Disk(path=str(place), error=error.strerror or str(error))
-    return existing, disk(existing)
+    return existing, probe_disk(existing)
 
 
 def _existing(place: Path) -> Path:
@@ -116,7 +116,7 @@ def ask_side_by_side(questions: Mapping[str, Callable[..., Any]], *, seconds: fl
             return None, f"the answer cannot be read: {error}"
 
     asked = {name: partial(one, name) for name in questions}
-    answers = answers_within(seconds + _LAST_S, asked, unasked=(None, _NO_THREAD))
+    answers = ask_in_threads(seconds + _EXTRA_WAIT_S, asked, unasked=(None, _NO_THREAD))
     why = {name: f"no answer to `{name}` within {seconds:.0f} s." for name in questions.keys() - answers.keys()}
     why |= {name: problem for name, (_, problem) in answers.items() if problem}
     return SlurmAnswers(**{name: answer for name, (answer, _) in answers.items()}, problems=why)

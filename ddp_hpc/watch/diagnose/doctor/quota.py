@@ -84,11 +84,11 @@ def parse(text: str, mount: Mount) -> list[Quota] | None:
         counts = [_NUMBER.fullmatch(word) for word in (*row[0:3], *row[4:7])]
         if len(row) == _NUM_COLUMNS and all(counts):
             blocks, files = [[int(found[1]) for found in counts[part : part + 3] if found] for part in (0, 3)]
-            return [*_limit("bytes", blocks, _KIB), *_limit("files", files, 1)]
+            return [*_make_quota("bytes", blocks, _KIB), *_make_quota("files", files, 1)]
     return None
 
 
-def _limit(of: str, counts: Sequence[int], unit: int) -> Iterator[Quota]:
+def _make_quota(of: str, counts: Sequence[int], unit: int) -> Iterator[Quota]:
     used, soft, hard = counts
     if soft or hard:
         yield Quota(of=of, used=used * unit, limit=(hard or soft) * unit, is_over_soft=bool(soft) and used > soft)
@@ -104,7 +104,7 @@ def findings_on_quota(quotas: Sequence[Quota] | None, why_not: str) -> Iterator[
         full, tight = (FULL_BYTES, TIGHT_BYTES) if one.of == "bytes" else (1, FEW_FILES)
         left = f"{one.left_bytes} of {one.limit} files left"
         if one.of == "bytes":
-            left = f"{in_words(one.left_bytes)} of {in_words(one.limit)} left"
+            left = f"{size_text(one.left_bytes)} of {size_text(one.limit)} left"
         if one.left_bytes >= tight and not one.is_over_soft:
             yield Finding("ok", left)
             continue
@@ -113,6 +113,6 @@ def findings_on_quota(quotas: Sequence[Quota] | None, why_not: str) -> Iterator[
         yield Finding("fail" if one.left_bytes < full else "warn", f"{left}{over}", to_do)
 
 
-def in_words(num_bytes: int) -> str:
+def size_text(num_bytes: int) -> str:
     """Return `77.4 GB`, or `3.1 MB`."""
     return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 10**8 else f"{num_bytes / 1e6:.1f} MB"
