@@ -86,7 +86,7 @@ def _backward(model: Callable[[Tensor], Tensor], step: int, rank: int) -> None:
     model(inputs).square().mean().backward()
 
 
-@pytest.mark.parametrize("world_size", [3, 4])
+@pytest.mark.parametrize("world_size", [3, pytest.param(4, marks=pytest.mark.long)])
 def test_with_a_rehearsal_a_restart_changes_no_bit(world_size: int, tmp_path: Path) -> None:
     unbroken = in_group(world_size, partial(_train, restarts=False, rehearses=True), tmp_path / "unbroken")
     restarted = in_group(world_size, partial(_train, restarts=True, rehearses=True), tmp_path / "restarted")

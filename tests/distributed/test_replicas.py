@@ -39,7 +39,10 @@ def outcomes(world_size: int, folder: Path, flips: list[Flip], case: Case = CASE
 
 @pytest.mark.parametrize(
     ("world_size", "told_by"),
-    [(3, ["vote", "repetition", "repetition"]), (2, ["undecided", "repetition", "repetition"])],
+    [
+        (3, ["vote", "repetition", "repetition"]),
+        pytest.param(2, ["undecided", "repetition", "repetition"], marks=pytest.mark.long),
+    ],
 )
 def test_a_flipped_bit_is_found_its_rank_is_named_if_clear_and_the_run_ends_with_the_same_bits(
     tmp_path: Path, world_size: int, told_by: list[str]

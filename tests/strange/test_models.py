@@ -388,7 +388,13 @@ def _walk_both_ways(group: Group, name: str, folder: Path) -> tuple[dict[str, An
     return walk(group, case, folder / "unbroken"), walk_in_parts(group, case, folder / "in-parts")
 
 
-@pytest.mark.parametrize("name", CASES)
+QUICK_CASES = 10
+"""So many of the first are in `make test`."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if at < QUICK_CASES else pytest.mark.long) for at, name in enumerate(CASES)]
+)
 def test_a_strange_model_is_trained_as_by_a_plain_loop_and_resumed_to_the_bit(name: str, tmp_path: Path) -> None:
     unbroken, in_parts = _walk_both_ways(alone(), name, tmp_path)
     batches = sample_ids(tmp_path / "unbroken", 1)

@@ -96,6 +96,7 @@ def test_augmented_digits_are_shifted_as_torchs_generator_says() -> None:
     assert type(build(augment=True).eval_data) is TensorDataset
 
 
+@pytest.mark.long
 def test_mini_resnet_learns_the_digits() -> None:
     torch.manual_seed(0)
     recipe = build()
