@@ -203,7 +203,7 @@ class _Walk:
         # With the place of a library's layer, what is new in it would count.
         return None if _is_librarys(type(value).__module__) else self.names.get(id(value))
 
-    def _may_read(self, num_bytes: int) -> bool:
+    def _take_budget(self, num_bytes: int) -> bool:
         if num_bytes > max(_LARGE_BYTES, self._bytes_left):
             return False
         self._bytes_left -= num_bytes if num_bytes > _LARGE_BYTES else 0
@@ -216,9 +216,9 @@ class _Walk:
         if isinstance(value, Tensor):
             return None if _memory_key(value) in self._memory else self._tensor_number(value)
         if isinstance(value, np.ndarray) and not (isinstance(value, np.memmap) or value.dtype.hasobject):
-            return xxhash.xxh3_64_intdigest(value.tobytes()) if self._may_read(value.nbytes) else None
+            return xxhash.xxh3_64_intdigest(value.tobytes()) if self._take_budget(value.nbytes) else None
         if isinstance(value, _RAW_BYTES_TYPES):
-            return xxhash.xxh3_64_intdigest(bytes(value)) if self._may_read(memoryview(value).nbytes) else None
+            return xxhash.xxh3_64_intdigest(bytes(value)) if self._take_budget(memoryview(value).nbytes) else None
         if isinstance(value, GENERATORS):
             state = generator_state(value)  # pickled, a tensor has other bytes each time
             return zlib.crc32(state.numpy().tobytes() if isinstance(state, Tensor) else pickle.dumps(state))
@@ -236,7 +236,7 @@ class _Walk:
         if why_not_plain(value):
             file, is_sparse = io.BytesIO(), str(value.layout).startswith("torch.sparse")
             with suppress(Exception):  # it has no content, or nobody can save it
-                if self._may_read(value._nnz() * (value.element_size() + 16) if is_sparse else value.nbytes):  # noqa: SLF001
+                if self._take_budget(value._nnz() * (value.element_size() + 16) if is_sparse else value.nbytes):  # noqa: SLF001
                     torch.save(value.detach(), file)
             return xxhash.xxh3_64_intdigest(file.getvalue())
         extent = (
@@ -246,7 +246,7 @@ class _Walk:
         )
         if value.numel() and value.untyped_storage().nbytes() < extent * value.element_size():
             return None  # somebody has freed its memory
-        is_read = self._may_read(value.nbytes) if value.is_cpu else value.nbytes <= _LARGE_BYTES
+        is_read = self._take_budget(value.nbytes) if value.is_cpu else value.nbytes <= _LARGE_BYTES
         if not (is_read or value.is_inference()):
             return hash((value._version, value.data_ptr()))  # noqa: SLF001  # no copy of a large tensor
         return hash((value.dtype, tuple(value.shape), *digests.digests_of_tensors({"": value.detach()}).values()))

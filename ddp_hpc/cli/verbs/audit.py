@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from ddp_hpc.base.exit_codes import FAILED, FINISHED, REFUSED
 from ddp_hpc.base.processes import signals_as_ctrl_c
 from ddp_hpc.cli.runs import add_flag, add_run_argument, chosen_own_run, positive_int
-from ddp_hpc.cli.verbs.replay import add_code_option, print_note, print_report, raise_not_replayed
+from ddp_hpc.cli.verbs.replay import add_code_option, print_progress, print_report, raise_not_replayed
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,6 +41,6 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     with raise_not_replayed():
         history = read_history(chosen_own_run(args, environment))
     with signals_as_ctrl_c(), raise_not_replayed():
-        report = audit(history, environment, number=args.segments, seed=seed, code=args.code, say=print_note)
+        report = audit(history, environment, number=args.segments, seed=seed, code=args.code, say=print_progress)
     print_report(report, audit_text(report), is_json=args.json)
     return {"PASS": FINISHED, "FAIL": FAILED, "UNKNOWN": REFUSED}[report.verdict]

@@ -13,7 +13,7 @@ from pathlib import Path
 from ddp_hpc.base.exit_codes import FAILED, FINISHED
 from ddp_hpc.base.processes import signals_as_ctrl_c
 from ddp_hpc.cli.runs import add_flag, add_runs_dir_option, chosen_own_run
-from ddp_hpc.cli.verbs.replay import print_note, print_report, raise_not_replayed
+from ddp_hpc.cli.verbs.replay import print_progress, print_report, raise_not_replayed
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,6 +40,6 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     with raise_not_replayed():
         one, other = [read_history(chosen_own_run(args, environment, name)) for name in (args.one, args.other)]
     with signals_as_ctrl_c(), raise_not_replayed():
-        report = bisect((one, other), environment, codes=(args.code1, args.code2), say=print_note)
+        report = bisect((one, other), environment, codes=(args.code1, args.code2), say=print_progress)
     print_report(report, bisect_text(report), is_json=args.json)
     return FINISHED if report.verdict == "the same" else FAILED

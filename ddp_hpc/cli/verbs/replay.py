@@ -66,7 +66,7 @@ def add_code_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def print_note(text: str) -> None:
+def print_progress(text: str) -> None:
     """Print what is done, beside the result."""
     print(text, file=sys.stderr, flush=True)
 
@@ -102,6 +102,6 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     request = ReplayRequest(end_step=end, trace_from=start + 1 if args.trace else None)
     wanted = WantedSteps(history=history, start=start, request=request, world_size=args.world, code=args.code)
     with signals_as_ctrl_c(), raise_not_replayed():
-        report = replay(wanted, environment, tolerance=args.tolerance, say=print_note)
+        report = replay(wanted, environment, tolerance=args.tolerance, say=print_progress)
     print_report(report, replay_text(report), is_json=args.json)
     return {"the same": FINISHED, "different": FAILED, "not compared": REFUSED}[report.verdict]

@@ -16,7 +16,7 @@ from typing import Any
 from ddp_hpc.run.run_dir.failure_reports import HangKind
 from ddp_hpc.run.run_dir.hang_records import DUMPING_STATE, RankInHang
 
-_SAME_SIZE = frozenset({"all_reduce", "allreduce", "broadcast", "allreduce_coalesced"})
+_EQUAL_SIZE_OPS = frozenset({"all_reduce", "allreduce", "broadcast", "allreduce_coalesced"})
 """Operations to which every rank gives as many elements of the same type. To a gather or a scatter, ranks may give different ones."""
 _THREAD = re.compile(r"^(?:Current thread|Thread) .*?:\n((?:  .*\n?)*)", re.MULTILINE)
 _FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>.+)$', re.MULTILINE)
@@ -52,7 +52,7 @@ class Collective:
         """Tell whether two ranks cannot mean the same by it."""
         if self.operation != other.operation:
             return True
-        return self.operation in _SAME_SIZE and (self.elements, self.dtypes) != (other.elements, other.dtypes)
+        return self.operation in _EQUAL_SIZE_OPS and (self.elements, self.dtypes) != (other.elements, other.dtypes)
 
     @property
     def words(self) -> str:

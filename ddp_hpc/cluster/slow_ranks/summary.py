@@ -52,14 +52,14 @@ def write_report(run: RunDir, attempt: int, summary: RankReport) -> None:
     """Replace the report of one rank. Differences stand for its numbers: they take a third of the size."""
     path = run.launches(attempt, summary.rank)
     make_directories(path.parent)
-    changed = _change_numbers(summary, lambda numbers: [after - before for before, after in pairwise([0, *numbers])])
+    changed = _map_numbers(summary, lambda numbers: [after - before for before, after in pairwise([0, *numbers])])
     replace_text(path, msgspec.json.encode(changed), durable=False)
 
 
 def read_report(path: Path) -> RankReport | None:
     """Return the report of one rank; None where there is none yet, or it is not one of ours."""
     summary = read_record(path, RankReport)
-    return None if summary is None else _change_numbers(summary, lambda steps: [*accumulate(steps)])
+    return None if summary is None else _map_numbers(summary, lambda steps: [*accumulate(steps)])
 
 
 def remove_reports(run: RunDir, attempt: int) -> None:
@@ -68,6 +68,6 @@ def remove_reports(run: RunDir, attempt: int) -> None:
         path.unlink(missing_ok=True)
 
 
-def _change_numbers(summary: RankReport, change: Callable[[Sequence[int]], list[int]]) -> RankReport:
+def _map_numbers(summary: RankReport, change: Callable[[Sequence[int]], list[int]]) -> RankReport:
     changed = [Launches(one.group, change(one.seqs), one.kinds, change(one.at_us)) for one in summary.launches]
     return msgspec.structs.replace(summary, launches=changed)

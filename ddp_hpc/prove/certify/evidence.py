@@ -224,7 +224,7 @@ class TrialEvidence:
         return [path for path in self.injected_fault.half_written if masked_name(path) in kinds]
 
     @property
-    def missing_beside_state(self) -> str:
+    def file_missing_beside(self) -> str:
         """A file that the undisturbed run writes beside a saved state, and that the script misses there after the fault."""
         kinds = set(map(masked_name, self.baseline.record.final))
         saved = (save.path for save in self.faulty_attempt.saves)

@@ -56,7 +56,7 @@ def _disagreement_text(seen: TrialEvidence) -> str:
 
 
 def _half_written_text(seen: TrialEvidence) -> str:
-    for file in () if seen.missing_beside_state else seen.cut_off_files:
+    for file in () if seen.file_missing_beside else seen.cut_off_files:
         cut_off = f"{file} was cut off by a kill while the script wrote it under its final name"
         if seen.record.outcome in {"failed", "hung"} and seen.resume_point is None:
             return f"{cut_off}, and the script did not resume: {seen.error}"
@@ -64,13 +64,13 @@ def _half_written_text(seen: TrialEvidence) -> str:
             return f"{cut_off}; the script read it and started over"
         if any(one.file == file and not one.path for one in seen.differences):
             return f"{cut_off}, and is incomplete at the end, too"
-    if seen.fault.moment == "in a save" and (spared := seen.states_spared_in_place) and not seen.missing_beside_state:
+    if seen.fault.moment == "in a save" and (spared := seen.states_spared_in_place) and not seen.file_missing_beside:
         return f"{spared[0]} is saved under the name that the script loads; no kill came while the file was open, but a later one may"
     return ""
 
 
 def _torn_directory_text(seen: TrialEvidence) -> str:
-    if seen.record.outcome != "failed" or seen.resume_point is not None or not (missing := seen.missing_beside_state):
+    if seen.record.outcome != "failed" or seen.resume_point is not None or not (missing := seen.file_missing_beside):
         return ""
     return f"a kill left the directory without {missing}, and the script did not resume: {seen.error}"
 
