@@ -137,7 +137,7 @@ _WORKER_REPORTED_CAUSES = {
 
 
 def _is_secondary_script_failure(failure: WorkerFailure | None) -> bool:
-    """Tell whether a script failed only as another of its ranks had ended, which needs to report nothing to obey a stop."""
+    """Tell whether a script failed only because another of its ranks had ended, as happens when ranks obey a stop one by one."""
     return failure is not None and failure.is_secondary and failure.of_script
 
 
