@@ -16,8 +16,8 @@ import torch
 from hypothesis import settings
 from xdist.scheduler import LoadScopeScheduling
 
-# A shared machine may be slow at any moment; a slow example is no failure.
-settings.register_profile("ddp_hpc", deadline=None)
+# A shared machine may be slow at any moment; a slow example is no failure. The campaign of hostile input tries 200,000.
+settings.register_profile("ddp_hpc", deadline=None, max_examples=50)
 settings.load_profile("ddp_hpc")
 
 FOREIGN_PREFIXES = ("DDP_HPC", "SLURM_", "MASTER_", "TORCHELASTIC_")
@@ -96,23 +96,6 @@ SHARE_RUNS = (
     "tests/unit/test_stacks.py",
 )
 """Where tests of one file look at the same runs, or at the same wheel, which each process would make anew."""
-SHORT = ("tests/unit/", "tests/architecture/")
-
-
-def start_order(nodeid: str) -> int:
-    """Return when a test's turn comes: what takes long first, so that no process has much to do when the others are done."""
-    if nodeid.startswith("tests/slurm/"):
-        return 0
-    if nodeid.startswith("tests/distributed/"):
-        return 1
-    return 3 if nodeid.startswith(SHORT) else 2
-
-
-@pytest.hookimpl(trylast=True)  # after the shuffle, whose order stays within each kind
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Where there are several processes, put first what takes long."""
-    if hasattr(config, "workerinput"):
-        items.sort(key=lambda item: start_order(item.nodeid))
 
 
 def part_of(nodeid: str) -> str:
@@ -125,6 +108,26 @@ def part_of(nodeid: str) -> str:
     return nodeid.split("::", 1)[0] if nodeid.startswith(SHARE_RUNS) else nodeid
 
 
+def in_turn(nodeids: list[str]) -> list[str]:
+    """Return tests in the order in which several processes begin them: the cluster's, then those that share runs among all others.
+
+    Those wait most of the time. Begun together they would leave the cores idle; begun late they would run alone in the end.
+    """
+    parts = [part_of(nodeid) for nodeid in nodeids]
+    shared = dict.fromkeys(part for part, nodeid in zip(parts, nodeids, strict=True) if part not in {nodeid, "cluster"})
+    turns = {nodeid: number / len(nodeids) for number, nodeid in enumerate(nodeids)}
+    turns |= {part: 0.7 * number / len(shared) for number, part in enumerate(shared)} | {"cluster": -1.0}
+    return sorted(nodeids, key=lambda nodeid: turns[part_of(nodeid)])
+
+
+@pytest.hookimpl(trylast=True)  # after the shuffle
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Where there are several processes, let tests begin in the order of `in_turn`."""
+    if hasattr(config, "workerinput"):
+        order = {nodeid: number for number, nodeid in enumerate(in_turn([item.nodeid for item in items]))}
+        items.sort(key=lambda item: order[item.nodeid])
+
+
 class _ByWhatTheyShare(LoadScopeScheduling):  # type: ignore[misc]  # untyped
     """Deals tests out in the parts of `part_of`."""
 
@@ -134,7 +137,7 @@ class _ByWhatTheyShare(LoadScopeScheduling):  # type: ignore[misc]  # untyped
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _ByWhatTheyShare:
     """Deal tests out where there are several processes (`-n`)."""
-    config.option.loadscopereorder = False  # the order of collection is that of `start_order`
+    config.option.loadscopereorder = False  # the order of collection is that of `in_turn`
     return _ByWhatTheyShare(config, log)
 
 

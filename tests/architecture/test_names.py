@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ast
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -12,7 +12,7 @@ PACKAGE = Path(ddp_hpc.__file__).parent
 
 
 def classes_in(texts: list[str]) -> Counter[str]:
-    return Counter(node.name for text in texts for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef))
+    return Counter(name for text in texts for name in re.findall(r"^\s*class (\w+)", text, re.MULTILINE))
 
 
 def test_a_class_name_stands_once() -> None:

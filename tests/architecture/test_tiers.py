@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import SHARE_RUNS, SHORT, part_of, start_order
+from tests.conftest import SHARE_RUNS, in_turn, part_of
 
 HERE = Path(__file__).parents[2]
 
@@ -39,13 +39,16 @@ def test_the_cluster_has_one_process_as_have_the_runs_of_a_file_and_any_other_te
     assert part_of("tests/distributed/test_a.py::test_one") == part_of("tests/distributed/test_a.py::test_two")
     assert part_of("tests/distributed/test_a.py::test_one") != part_of("tests/distributed/test_b.py::test_one")
     assert part_of("tests/unit/test_a.py::test_one[x::1]") != part_of("tests/unit/test_a.py::test_one[x::2]")
-    assert [path for path in (*SHARE_RUNS, *SHORT) if not (HERE / path).exists()] == []
+    assert [path for path in SHARE_RUNS if not (HERE / path).exists()] == []
 
 
-def test_what_takes_long_begins_first() -> None:
-    collected = ["tests/unit/test_a.py", "tests/cli/test_a.py", "tests/distributed/test_a.py", "tests/slurm/test_a.py"]
+def test_the_cluster_begins_first_and_tests_that_share_runs_begin_among_the_others() -> None:
+    others = [f"tests/unit/test_a.py::test_{number}" for number in range(8)]
+    shared = [f"tests/distributed/test_{name}.py::test_{number}" for name in "ab" for number in range(2)]
 
-    assert sorted(collected, key=start_order) == collected[::-1]
+    order = in_turn([*others, *shared, "tests/slurm/test_a.py::test_one"])
+
+    assert order == ["tests/slurm/test_a.py::test_one", others[0], *shared[:2], *others[1:5], *shared[2:], *others[5:]]
 
 
 def test_makes_commands_may_keep_compiled_modules_whatever_the_shell_says() -> None:

@@ -10,7 +10,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -132,15 +131,3 @@ def test_a_run_trains_and_is_looked_at_where_the_wing_that_proves_is_deleted(tmp
     assert "it has trained" in command("logs", "short")
     assert "short" in command("list")
     assert "usage:" in command("--help")
-
-
-def test_the_name_of_a_class_stands_once() -> None:
-    """So a reader who meets one knows which it is. Users import `AgreedStop` from the adapter of their library."""
-    names = Counter(
-        node.name
-        for path in PACKAGE.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text("utf-8")))
-        if isinstance(node, ast.ClassDef)
-    )
-
-    assert {name for name, count in names.items() if count > 1} == {"AgreedStop"}

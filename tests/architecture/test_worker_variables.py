@@ -21,6 +21,8 @@ _ASSIGNED = re.compile(r"(?:^|\s|--(?:export|env)=)([A-Z][A-Z0-9_]*)=")
 
 def writes(source: str) -> set[str]:
     """Return the worker variables that this source text sets, removes, or puts into a mapping or a command."""
+    if not any(name in source for name in VARIABLES):
+        return set()  # most modules, without parsing them
     return {name for node in ast.walk(ast.parse(source)) for name in written_by(node) if name in VARIABLES}
 
 

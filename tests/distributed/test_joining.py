@@ -210,6 +210,7 @@ def test_a_users_own_script_runs_on_two_nodes_of_another_launcher(workplace: Wor
         assert "the sum is 3" in workplace.run("sum").rank_log(0, rank).read_text()
 
 
+@pytest.mark.long
 def test_a_script_that_is_the_only_worker_forms_its_group(workplace: Workplace, port: str) -> None:
     (workplace.path / "alone.py").write_text(
         "import datetime, torch.distributed as dist\n"

@@ -78,7 +78,7 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Any]] = {
 @pytest.mark.parametrize(
     ("world_size", "accumulation"),
     [
-        pytest.param(world_size, accumulation, marks=() if world_size == accumulation != 2 else pytest.mark.long)
+        pytest.param(world_size, accumulation, marks=() if world_size == accumulation != 4 else pytest.mark.long)
         for world_size in (1, 2, 4)
         for accumulation in (1, 2, 4)
     ],

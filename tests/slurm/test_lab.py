@@ -47,7 +47,7 @@ def test_a_nodes_name_is_the_loopback_to_itself_alone(cluster: Cluster) -> None:
     assert found == ["127.0.1.1", "10.77.0.11"]
 
 
-@pytest.mark.parametrize("node", ["head", "node1"])
+@pytest.mark.parametrize("node", [pytest.param("head", marks=pytest.mark.long), "node1"])
 def test_jobs_can_use_this_python_and_the_code_under_test(cluster: Cluster, node: str) -> None:
     code = "import ddp_hpc, torch; print(torch.ones(2).sum().item())"
 

@@ -25,6 +25,7 @@ def all_of(data: Dataset[Any] | None) -> tuple[Tensor, Tensor]:
     return images, labels
 
 
+@pytest.mark.long
 def test_digits_on_mini_resnet_need_no_torchvision() -> None:
     look = (
         "import sys; from ddp_hpc.train.recipe import build_recipe; build_recipe('image_classification', {}); "

@@ -174,6 +174,7 @@ os._exit(worker.main(sys.argv[1], environ, attempt=0))
 """
 
 
+@pytest.mark.long
 def test_who_waits_for_others_to_start_is_not_bitten(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     run.config.write_text("name: digits\nrestart: {hang_timeout_s: 1}\n")
