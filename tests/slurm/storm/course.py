@@ -1,4 +1,7 @@
-"""The course of a storm: runs are submitted, faults come, all faults end, every run finishes by itself, and is checked."""
+"""The course of a storm: runs are submitted, faults come, all faults end, every run finishes, and is checked.
+
+Each finishes by itself, unless Slurm could not launch its job and holds it: then the storm's user does what `status` says.
+"""
 
 from __future__ import annotations
 
@@ -49,6 +52,8 @@ STILL_S = 300.0
 GONE_S = 45.0
 """After the storm: how long a run that has not finished may be without a job."""
 LOOK_S = 2.0
+HELD = "launch failed requeued held"
+"""Slurm's reason where it could not launch a job, and holds it until somebody releases it."""
 WAITER_S = 120.0
 """How long who waits for a run may need to see that it has finished."""
 
@@ -99,11 +104,13 @@ def storm(cluster: Cluster, login: LoginNode, asked: Asked, say: Say) -> dict[st
     weather.clear_up()
     hold.unlink()
     say(f"{time.monotonic() - began:4.0f} s the storm is over; the runs are left to themselves")
-    states = _await_ends(cluster, login, names, say)
+    states, released = _await_ends(cluster, login, names, say)
 
     runs = {name: _judge(cluster, login, name, states[name], weather) for name in names}
     for name, problem in _problems_of(waiters, states).items():
         runs[name]["problems"].append(problem)
+    for name, times in released.items():
+        runs[name]["released"] = times
     return {
         "seed": asked.seed,
         "minutes": asked.minutes,
@@ -117,7 +124,7 @@ def storm(cluster: Cluster, login: LoginNode, asked: Asked, say: Say) -> dict[st
 
 
 def _wait_for(cluster: Cluster, login: LoginNode, name: str, settings: Sequence[str]) -> subprocess.Popen[str]:
-    """Start what a user leaves running on the login node, in tmux: it also releases jobs that Slurm could not launch."""
+    """Start what a user leaves running on the login node, in tmux."""
     words = ["submit", "digits.yaml", f"name={name}", "--cluster", "slurm", *settings, "--wait"]
     return cluster.popen(sys.executable, "-m", "ddp_hpc", *words, cwd=login.folder)
 
@@ -127,22 +134,23 @@ def _problems_of(waiters: Mapping[str, subprocess.Popen[str]], states: Mapping[s
     problems = {}
     for name, waiter in waiters.items():
         if states[name] != "finished":
-            waiter.kill()
+            continue  # it still waits, as it should; the cluster's end is its own
         try:
             stdout, stderr = waiter.communicate(timeout=WAITER_S)
         except subprocess.TimeoutExpired:
             problems[name] = f"`submit --wait` does not see within {WAITER_S:.0f} s that it has finished"
-            waiter.kill()
-            waiter.communicate()
             continue
         if states[name] == "finished" and waiter.returncode:
             problems[name] = f"`submit --wait` ended with {waiter.returncode}: {(stdout + stderr)[-1500:]}"
     return problems
 
 
-def _await_ends(cluster: Cluster, login: LoginNode, names: Sequence[str], say: Say) -> dict[str, str]:
-    """Return how each run stands in the end: `finished`, or why it is waited for no longer."""
+def _await_ends(
+    cluster: Cluster, login: LoginNode, names: Sequence[str], say: Say
+) -> tuple[dict[str, str], Counter[str]]:
+    """Return how each run stands in the end: `finished`, or why it is waited for no longer; and how often each was released."""
     states: dict[str, str] = {}
+    released: Counter[str] = Counter()
     seen = {name: (_standing(login.run(name)), time.monotonic()) for name in names}
     has_job_at = dict.fromkeys(names, time.monotonic())
     while len(states) < len(names):
@@ -154,6 +162,10 @@ def _await_ends(cluster: Cluster, login: LoginNode, names: Sequence[str], say: S
                 seen[name] = (standing, now)
             line = next((one for one in queue.splitlines() if one.split()[0].endswith(name)), "")
             has_job_at[name] = now if line else has_job_at[name]
+            if line.endswith(HELD):
+                released[name] += 1
+                say(f"{name}: its user releases it ({HELD})")
+                cluster.run(sys.executable, "-m", "ddp_hpc", "requeue", name, "--now", cwd=login.folder, check=False)
             if _has_finished(run):
                 states[name] = "finished"
             elif now - has_job_at[name] > GONE_S:
@@ -163,7 +175,7 @@ def _await_ends(cluster: Cluster, login: LoginNode, names: Sequence[str], say: S
             if name in states:
                 say(f"{name}: {states[name]}")
         time.sleep(LOOK_S)
-    return states
+    return states, released
 
 
 def _has_finished(run: RunDir) -> bool:
