@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import settings
 from xdist.scheduler import LoadScopeScheduling
 
@@ -48,6 +47,8 @@ def pytest_configure(config: pytest.Config) -> None:
         directories = os.environ["PATH"].split(os.pathsep)
         os.environ["PATH"] = os.pathsep.join(one for one in directories if one != f"{sys.prefix}/bin")
     if hasattr(config, "workerinput"):
+        import torch
+
         torch.set_num_threads(1)
         return
     path = config.getoption("--keep-failures")

@@ -11,6 +11,7 @@ from tests.contract.suite import BackendContract
 from tests.contract.test_memory import InThisProcess
 
 
+@pytest.mark.long
 class TestLocal(BackendContract):
     @pytest.fixture(scope="class")
     @classmethod

@@ -14,11 +14,8 @@ from benchmarks import launch, loader, loop
 from benchmarks.run import NAMES
 
 
-@pytest.mark.parametrize(
-    "way",
-    [launch.agent, *(pytest.param(one, marks=pytest.mark.long) for one in (launch.submit, launch.submit_script))],
-    ids=["agent", "submit", "script"],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("way", [launch.agent, launch.submit, launch.submit_script], ids=["agent", "submit", "script"])
 def test_two_workers_start_meet_and_leave(
     way: Callable[[], Mapping[str, float]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

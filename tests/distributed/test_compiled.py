@@ -77,7 +77,8 @@ def _walked(
     return plain, compiled, {*sizes}
 
 
-@pytest.mark.parametrize("model", [pytest.param(built_in, marks=pytest.mark.long), Own])
+@pytest.mark.long
+@pytest.mark.parametrize("model", [built_in, Own])
 def test_in_ddp_the_training_runs_compiled_on_full_batches_alone(
     model: Callable[[], nn.Module], compiled_sizes: list[int], tmp_path: Path
 ) -> None:

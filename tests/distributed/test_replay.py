@@ -81,6 +81,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
     return workplace
 
 
+@pytest.mark.long
 def test_steps_between_checkpoints_begin_at_the_newest_one_and_leave_a_trace_for_each_rank(trained: Workplace) -> None:
     done = trained.command("replay", "run", "--from", "23", "--to", "26", "--trace", "--json")
 

@@ -73,6 +73,7 @@ NOT_FINITE = [
 ]
 
 
+@pytest.mark.long
 def test_a_bit_that_makes_the_loss_nan_before_a_comparison_is_undone_and_its_rank_is_named(tmp_path: Path) -> None:
     for one in outcomes(2, tmp_path, NOT_FINITE, BEFORE_A_COMPARISON):
         assert (one.end, one.end_after, one.is_same) == ("ranks differ", "finished", True)

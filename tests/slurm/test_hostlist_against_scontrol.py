@@ -60,6 +60,7 @@ def test_ten_thousand_expressions_in_lists(scontrol: Scontrol, takes_suffixes: b
     assert different == []
 
 
+@pytest.mark.long
 def test_some_hundred_expressions_one_by_one(scontrol: Scontrol, takes_suffixes: bool) -> None:
     texts = made_up(2, may_have_suffix=takes_suffixes)[:NUM_SINGLE]
 

@@ -291,9 +291,8 @@ def test_the_last_line_of_an_app_of_hydra_is_its_error_and_not_how_to_see_more_o
     assert failure.is_secondary
 
 
-@pytest.mark.parametrize(
-    "torchrun", ["torchrun", pytest.param("python -m torch.distributed.run", marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("torchrun", ["torchrun", "python -m torch.distributed.run"])
 def test_a_launcher_of_pytorchs_that_ends_by_the_stop_signal_has_been_stopped(torchrun: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("import time\nopen('runs/run/STOP', 'w')\ntime.sleep(60)\n")
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"

@@ -251,7 +251,7 @@ def in_processes(actions: list[Callable[[], object]]) -> list[int]:
     return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
 
 
-@pytest.mark.parametrize("trial", range(5))
+@pytest.mark.parametrize("trial", [0, *(pytest.param(one, marks=pytest.mark.long) for one in range(1, 5))])
 def test_of_many_processes_that_claim_the_same_attempt_at_once_one_wins(trial: int, run: RunDir) -> None:
     claim_run(run, trial)
     write_half(run, trial, 4)
@@ -262,7 +262,7 @@ def test_of_many_processes_that_claim_the_same_attempt_at_once_one_wins(trial: i
     assert [path.name for path in run.checkpoints.iterdir()] == [f"attempt-{trial + 1}.writing"]
 
 
-@pytest.mark.parametrize("trial", range(5))
+@pytest.mark.parametrize("trial", [0, *(pytest.param(one, marks=pytest.mark.long) for one in range(1, 5))])
 def test_of_many_attempts_that_claim_at_once_the_newest_owns_the_run(trial: int, run: RunDir) -> None:
     claim_run(run, 0)
     write_half(run, 0, 4)

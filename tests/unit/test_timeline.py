@@ -37,6 +37,7 @@ def test_a_line_with_a_value_that_is_not_a_number_is_skipped(value: str, tmp_pat
     assert (read_marks(run), read_comparisons(run)) == ([MARK], [LOOK])
 
 
+@pytest.mark.long
 def test_of_very_many_comparisons_evenly_spaced_ones_are_read(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     lines = [b"\n" + as_line(replace(LOOK, step=step)) for step in range(3 * MOST_COMPARISONS)]

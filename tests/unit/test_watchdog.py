@@ -224,6 +224,7 @@ os._exit(worker.main(sys.argv[1], environ, attempt=0))
 """
 
 
+@pytest.mark.long
 def test_a_recipe_that_takes_longer_to_build_than_a_step_may_is_no_hang(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     run.config.write_text("name: digits\nrestart: {hang_timeout_s: 1}\n")
