@@ -404,11 +404,6 @@ def handles_stop_signal(pid: int, number: int = signal.SIGUSR2) -> bool:
     return is_in_mask(pid, number, "SigBlk", "SigCgt")
 
 
-def survives_signal(pid: int, number: int) -> bool:
-    """Tell whether a process catches or ignores a signal, so that it does not end by it at once."""
-    return is_in_mask(pid, number, "SigCgt", "SigIgn")
-
-
 def is_in_background(pid: int) -> bool:
     """Tell whether a shell without job control has started a process with `&`: it ignores SIGQUIT then."""
     # https://pubs.opengroup.org/onlinepubs/9699919799/utilities/V3_chap02.html#tag_18_11; few programs change that.

@@ -162,8 +162,15 @@ def _dispatch(words: list[str], environment: Mapping[str, str]) -> int:
     rest = rest[:number]
     words = [_undashed_setting(word) for word in rest]
     # In Python 3.11, `parse_intermixed_args` makes the text of the usage first, which takes as long as all other parsing.
-    parse = parser.parse_intermixed_args if _has_mixed_options(words) else parser.parse_args
-    code: int = verb.run(parse(words), environment)
+    parse = parser.parse_known_intermixed_args if _has_mixed_options(words) else parser.parse_known_args
+    args, unknown = parse(words)
+    script = next((word for word in words if word.endswith(".py") and "=" not in word), None)
+    if name in SCRIPT_VERBS and number is None and script is not None:
+        parser.error(f"a script's command stands after `--`: `ddp-hpc {name} -- python {script}`")
+    if unknown:
+        hint = did_you_mean(unknown[0], parser._option_string_actions, cutoff=0.7)  # noqa: SLF001  argparse has no other list
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}. {hint}`ddp-hpc {name} --help` lists the options.")
+    code: int = verb.run(args, environment)
     return code
 
 

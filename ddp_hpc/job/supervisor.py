@@ -48,7 +48,6 @@ from ddp_hpc.run.config.resolve import removed_key_notes
 from ddp_hpc.run.requeue import MESSAGE_BY_NEXT
 from ddp_hpc.run.run_dir import ownership
 from ddp_hpc.run.run_dir.ledger import Attempt, Cause, Ledger, Next
-from ddp_hpc.run.run_dir.machine_use import merge_uses, read_uses, use_texts
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import QueuedJob, attempts_of_submission, is_done, read_queued_job, read_stop_request
 
@@ -178,11 +177,6 @@ def _run_attempts(context: JobContext, lock_fds: Sequence[int]) -> int:
         unstage(staged, context.allocation, context.environ)
     notifier.wait_for_commands(goes_on=bool(conclusion.end.next))
     last_resort.carry_out_in_any_case(context, conclusion)
-    if not conclusion.end.next:  # a job that goes on is ended by Slurm at any moment from here
-        with suppress(OSError):  # it is for readers only
-            if use := merge_uses(read_uses(run, conclusion.attempt)):
-                words = "; ".join(use_texts(use))
-                sys.stderr.write(f"note: machine use of the attempt, on average (memory: at most): {words}\n")
     return conclusion.end.exit_code
 
 

@@ -8,8 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ddp_hpc.base.errors import ConfigError, CorruptCheckpointError, NewerFormatError, UnreadableError
+from ddp_hpc.base.names import shorten_names
 from ddp_hpc.run.checkpoints import checkpoint_names, checkpoint_store
 from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.run.run_dir.records import read_progress
+from ddp_hpc.run.workload.script_progress import find_saved_files, read_seen_files
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,13 +56,27 @@ def _info(run: RunDir, step: int, *, verify: bool) -> CheckpointInfo:
     )
 
 
+def why_without_checkpoint(run: RunDir) -> str:
+    """Return why a run has no checkpoint; for a script, which files it saves itself."""
+    progress = read_progress(run)
+    if progress is None or progress.saves is None:
+        return f"{run.name} has no checkpoint yet. A run writes one every `checkpoint.every_steps` steps, and when it stops or ends."
+    pattern = read_seen_files(run).pattern
+    files = find_saved_files(pattern, Path("/")) if pattern else {}
+    newest_first = sorted(files, key=lambda path: files[path][1], reverse=True)
+    saved = (
+        f"Its own files are {shorten_names(newest_first, 5)}"
+        if files
+        else "`script.progress` names no file that it has saved"
+    )
+    return f"{run.name} is a script that has committed no checkpoint by `ddp_hpc.attach`. {saved}."
+
+
 def choose_step(run: RunDir, step: int | None) -> int:
     """Return `step`, or the newest step, if it has a checkpoint."""
     steps = checkpoint_names.committed_steps(run)
     if not steps:
-        raise ConfigError(
-            f"Run {run.name!r} has no committed checkpoint yet. `ddp-hpc status {run.word}` shows how far it is."
-        )
+        raise ConfigError(why_without_checkpoint(run))
     if step is not None and step not in steps:
         raise ConfigError(
             f"Run {run.name!r} has no checkpoint of step {step}. Steps with a checkpoint: {', '.join(map(str, steps))}."

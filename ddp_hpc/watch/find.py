@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ddp_hpc.base.durable import read_json_lines
 from ddp_hpc.base.errors import RunNotFoundError
-from ddp_hpc.base.names import near_names
+from ddp_hpc.base.names import near_names, shorten_names
 from ddp_hpc.run.run_dir.ledger import Ledger
 from ddp_hpc.run.run_dir.paths import SWEEP_LEDGER, RunDir, is_sweep_dir
 from ddp_hpc.run.run_dir.records import read_queued_job
@@ -102,8 +102,8 @@ def _not_found(text: str, runs_dir: Path) -> RunNotFoundError:
             "continues or cancels all of them."
         )
     names = [run.name for run in list_runs(runs_dir)]
-    near = near_names(Path(text).name, names, cutoff=0.6) or names[-5:][::-1]
-    hint = f"Runs there: {', '.join(near)}." if near else f"There are no runs there. {_SUBMIT_ONE}"
+    near = near_names(Path(text).name, names, cutoff=0.6) or names[::-1]
+    hint = f"Runs there: {shorten_names(near, 5)}." if near else f"There are no runs there. {_SUBMIT_ONE}"
     return RunNotFoundError(f"{text!r} is neither a run in {str(runs_dir)!r} nor a run directory. {hint}")
 
 

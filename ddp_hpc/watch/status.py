@@ -147,6 +147,8 @@ def read_status(run: RunDir, *, now: float, ask: AskSlurm | None = None, files: 
     A caller that polls passes the same `files` each time, so that unchanged files are not read again.
     """
     seen = observe(run, now=now, host=processes.host_name(), files=files or ReadCache())
+    if files is None:  # a caller that polls is told soon enough by the watcher, which lists the files every few seconds
+        seen = replace(seen, progress=_with_newest_saves(run, seen.progress))
     if ask is not None and seen.queued is not None and _needs_slurm(seen):
         job_id, sent_at = seen.queued.job_id, seen.queued.at
         seen = replace(seen, queue_status=ask(job_id, sent_at))
@@ -157,6 +159,21 @@ def read_status(run: RunDir, *, now: float, ask: AskSlurm | None = None, files: 
             words = last_words(run, sent_at) if is_over else ""
             seen = replace(seen, waits_for=awaited_text(awaited), never_started=why, last_words=words)
     return status_of(run, seen)
+
+
+def _with_newest_saves(run: RunDir, progress: Progress | None) -> Progress | None:
+    """Return a script's progress with its saves since its watcher last listed its files; of one that was killed, nothing lists them again."""
+    if progress is None or progress.saves is None:
+        return progress
+    from ddp_hpc.run.workload.script_progress import look, read_seen_files  # late: only a script needs it
+
+    try:
+        recorded = read_seen_files(run)
+        now = look(recorded, recorded.pattern, Path("/")) if recorded.pattern else recorded
+    except (OSError, UnreadableError):
+        return progress
+    saved_at = max(filter(None, (progress.last_checkpoint_at, now.newest_at)), default=None)
+    return replace(progress, saves=max(progress.saves, now.num_changes), last_checkpoint_at=saved_at)
 
 
 def _needs_slurm(seen: Observation) -> bool:
@@ -406,13 +423,26 @@ def _reason_by_slurm(state: State, seen: Observation, queue_status: QueueStatus)
 def effect_of_resubmitting(run: RunDir) -> str:
     """Return what a run does when it is submitted again, by the checkpoints that it has now."""
     try:
-        return _continuation_text(committed_steps(run), read_progress(run))
+        return _continuation_text(committed_steps(run), _with_newest_saves(run, read_progress(run)))
     except (OSError, UnreadableError):
         return f"{run.checkpoints} cannot be read now, so from which step it goes on is not known"
+
+
+def stop_text(run: RunDir, *, then: Literal["end", "requeue"] = "end") -> str:
+    """Say that a run was asked to stop, and what it does when it is started again."""
+    progress = read_progress(run)
+    trains_by_recipe = progress is not None and progress.saves is None
+    again = "it continues from the checkpoint that it writes now" if trains_by_recipe else effect_of_resubmitting(run)
+    to_do, how = ("stop", "Submit it again") if then == "end" else ("go back to the queue", "When its job starts again")
+    return f"{run.name} was asked to {to_do}. {how}: {again}."
 
 
 def _continuation_text(committed: Sequence[int], progress: Progress | None) -> str:
     if committed:
         return f"it continues from step {committed[-1]}"
-    is_script = progress is not None and progress.saves is not None
-    return "it starts the script again" if is_script else "it has no checkpoint, so it starts from the beginning"
+    if progress is None or progress.saves is None:
+        return "it has no checkpoint, so it starts from the beginning"
+    seen = (
+        "with what it has saved" if progress.saves else "and no file that `script.progress` names shows a save so far"
+    )
+    return f"it starts the script again, {seen}"

@@ -94,7 +94,13 @@ def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None
         (("fly",), "'fly' is not a command. `ddp-hpc --help` lists them."),
         (("statsu",), "'statsu' is not a command. Did you mean 'status'? "),
         (("--json", "status"), "unrecognized arguments: --json"),
-        (("status", "--bogus"), "unrecognized arguments: --bogus"),
+        (("status", "--bogus"), "unrecognized arguments: --bogus. `ddp-hpc status --help` lists the options."),
+        (("submit", "run.yaml", "--folow"), "unrecognized arguments: --folow. Did you mean '--follow'? "),
+        (
+            ("submit", "train.py", "--lr", "1"),
+            "a script's command stands after `--`: `ddp-hpc submit -- python train.py`",
+        ),
+        (("submit", "lr=1", "torchrun", "train.py"), "`ddp-hpc submit -- python train.py`"),
         (("status", "digist"), "'digist' is neither a run in 'runs' nor a run directory. Runs there: digits."),
         (("logs", "digits", "--rank", "0", "--all"), "not allowed with argument"),
         (("logs", "digits", "--rank", "9"), "no logs yet"),
@@ -244,7 +250,7 @@ def test_a_run_without_checkpoints_is_no_error_to_list(run: RunDir, capsys: pyte
     assert answer(capsys, "checkpoints", "mnist") == (
         "mnist has no checkpoint yet. A run writes one every `checkpoint.every_steps` steps, and when it stops or ends.\n"
     )
-    assert "no committed checkpoint yet" in complaint(capsys, "checkpoints", "mnist", "--digest")
+    assert "has no checkpoint yet" in complaint(capsys, "checkpoints", "mnist", "--digest")
 
 
 def test_export_writes_one_file_and_says_of_what(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:

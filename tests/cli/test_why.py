@@ -181,7 +181,9 @@ def test_what_to_do_says_from_which_step_the_run_goes_on(
     assert to_do().endswith("submit the run again: it has no checkpoint, so it starts from the beginning.")
 
     add_progress(run, saves=0)
-    assert to_do().endswith("submit the run again: it starts the script again.")
+    assert to_do().endswith(
+        "submit the run again: it starts the script again, and no file that `script.progress` names shows a save so far."
+    )
 
     add_checkpoint(run, 20)
     assert to_do().endswith("submit the run again: it continues from step 20.")

@@ -131,7 +131,7 @@ def test_a_script_obeys_a_stop_though_its_ranks_lose_each_other_as_they_end(supe
     conclude_attempt(one.context, attempt, CRASHED)
 
     assert (one.last.ending, one.last.cause, one.last.next) == ("stopped", "stop asked", "")
-    assert one.last.reason.startswith("rank 1 on node1 lost its connection to a rank that stopped earlier; submit")
+    assert one.last.reason.startswith("stopped as asked; another rank stopped before rank 1 on node1")
 
 
 def test_a_rank_that_finished_alone_is_named_where_the_others_lost_their_connections(supervised: Make) -> None:

@@ -9,7 +9,8 @@ import pytest
 
 from ddp_hpc.base.durable import append_json_line
 from ddp_hpc.run.run_dir.ledger import End, Ending, Ledger, record_end, record_start
-from ddp_hpc.run.run_dir.records import read_progress, resume_text, write_progress
+from ddp_hpc.run.run_dir.records import read_progress, write_progress
+from ddp_hpc.watch.status import stop_text
 from tests.made_run import make_run, progress
 
 
@@ -75,25 +76,23 @@ def test_progress_that_is_none_is_no_error(text: str, is_readable: bool, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("known", "is_promised"),
+    ("known", "effect"),
     [
-        (None, True),
-        ({}, True),  # a recipe saves when it stops
-        ({"saves": 0}, False),
-        ({"saves": 2}, True),
-        ({"saves": 0, "last_checkpoint": 7}, True),  # the script has said so
+        (None, "it has no checkpoint, so it starts from the beginning"),
+        ({}, "it continues from the checkpoint that it writes now"),  # a recipe saves when it stops
+        ({"saves": 0}, "it starts the script again, and no file that `script.progress` names shows a save so far"),
+        ({"saves": 2}, "it starts the script again, with what it has saved"),
     ],
 )
-@pytest.mark.parametrize(("then", "to_do"), [("end", "stop"), ("requeue", "go back into Slurm's queue")])
+@pytest.mark.parametrize(
+    ("then", "told"),
+    [("end", "was asked to stop. Submit it again"), ("requeue", "go back to the queue. When its job starts again")],
+)
 def test_a_stop_promises_only_what_is_known_to_be_saved(
-    then: Literal["end", "requeue"], to_do: str, known: dict[str, Any] | None, is_promised: bool, tmp_path: Path
+    then: Literal["end", "requeue"], told: str, known: dict[str, Any] | None, effect: str, tmp_path: Path
 ) -> None:
     run = make_run(tmp_path)
     if known is not None:
         write_progress(run, progress(**{"last_checkpoint": None, **known}))
 
-    said = resume_text(run, then=then)
-
-    assert said.startswith(f"{run.name} was asked to {'save and ' if is_promised else ''}{to_do}. ")
-    assert said.endswith("from what it has saved.") == is_promised
-    assert ("`script.progress`" in said) != is_promised
+    assert stop_text(run, then=then).endswith(f"{told}: {effect}.")

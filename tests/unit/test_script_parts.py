@@ -14,8 +14,9 @@ import psutil
 import pytest
 
 from ddp_hpc.base.errors import ConfigError
+from ddp_hpc.base.record import write_record
 from ddp_hpc.cli import main
-from ddp_hpc.cli.status_text import as_text
+from ddp_hpc.cli.status_text import as_text, last_save_text
 from ddp_hpc.cli.summary import headline
 from ddp_hpc.cli.verbs.list import _row
 from ddp_hpc.cluster.rendezvous.worker_env import USERS_CODE
@@ -31,9 +32,10 @@ from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import Progress, write_progress
 from ddp_hpc.run.spec import ResourcesSpec, RunSpec, ScriptSpec, parse_program
 from ddp_hpc.run.workload.protocol import UsersCode
-from ddp_hpc.run.workload.script_progress import find_saved_files, read_seen_files, record_changes
+from ddp_hpc.run.workload.script_progress import SeenFiles, find_saved_files, look, read_seen_files
 from ddp_hpc.run.workload.table import workload_of
-from ddp_hpc.watch.status import read_status
+from ddp_hpc.watch.checkpoints import why_without_checkpoint
+from ddp_hpc.watch.status import effect_of_resubmitting, read_status, stop_text
 from tests.made_run import make_run
 
 SURROUNDINGS = Path(__file__).parents[1] / "distributed" / "scripts" / "surroundings.py"
@@ -340,7 +342,7 @@ def test_saves_are_counted_whatever_clocks_say_and_however_few_files_a_script_ke
 
     def count() -> None:
         counts.append(workload_of(spec).progress(run, Ledger.read(run)))
-        record_changes(run, read_seen_files(run), find_saved_files(str(spec.script.progress), tmp_path))
+        write_record(run.script_progress, look(read_seen_files(run), str(spec.script.progress), tmp_path))
 
     count()
     save("1.pt", 2e9)  # by a node whose clock is years ahead
@@ -424,10 +426,30 @@ def test_status_and_list_show_when_a_script_has_last_saved_and_no_step(tmp_path:
     assert rows["saved"] == "35 s ago"
     assert _row(status)[5] == "35 s ago"
     assert "step" not in rows
-    assert (
-        "the script starts again" in status.reason or "starts the script again" in status.reason
-    )  # nobody runs it here
+    assert status.reason.endswith("it starts the script again, with what it has saved")  # nobody runs it here
     assert headline(status) == f"run {status.state}; last saved 35 s ago"
+
+
+def test_what_a_script_saved_after_the_last_look_counts_from_any_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A killed script has saved files that its watcher has not seen; no process looks for them again."""
+    run = make_run(tmp_path, "run")
+    record_start(run, attempt=0, job_id="7", first_step=0)
+    now = time.time()
+    write_record(run.script_progress, look(SeenFiles(), "ckpt/*.pt", tmp_path))
+    write_progress(run, Progress(attempt=0, saves=0, at=now - 9))
+    assert effect_of_resubmitting(run).endswith("no file that `script.progress` names shows a save so far")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    (tmp_path / "ckpt").mkdir()
+    (tmp_path / "ckpt" / "last.pt").write_text("x")
+    os.utime(tmp_path / "ckpt" / "last.pt", (now - 3, now - 3))
+
+    assert last_save_text(read_status(run, now=now)) == "3 s ago"
+    assert effect_of_resubmitting(run) == "it starts the script again, with what it has saved"
+    assert stop_text(run).endswith("Submit it again: it starts the script again, with what it has saved.")
+    assert f"Its own files are {tmp_path}/ckpt/last.pt." in why_without_checkpoint(run)
 
 
 # --- in processes that need no torch -----------------------------------------------------------------------------------

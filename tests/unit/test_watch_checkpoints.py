@@ -67,7 +67,7 @@ def test_the_newest_step_is_chosen_unless_one_is_named(tmp_path: Path) -> None:
 
 
 def test_a_run_without_checkpoints_says_so(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no committed checkpoint yet"):
+    with pytest.raises(ConfigError, match="has no checkpoint yet"):
         choose_step(make_run(tmp_path), None)
 
 

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from ddp_hpc.base.exit_codes import FAILED, FINISHED
 from ddp_hpc.cli.formatting import as_json, duration, named_numbers, or_dash, size, table
 from ddp_hpc.cli.runs import add_flag, add_run_argument, chosen_run
-from ddp_hpc.watch.checkpoints import CheckpointInfo, choose_step, digest, list_checkpoints
+from ddp_hpc.watch.checkpoints import CheckpointInfo, choose_step, digest, list_checkpoints, why_without_checkpoint
 
 HEADER = ("STEP", "SIZE", "WORKERS", "AGE", "EVALUATION", "VERIFIED")
 
@@ -33,11 +33,7 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
         print(as_json(listed | ({"digest": newest_digest} if args.digest else {})))
     else:
         if args.verify or not args.digest:
-            print(
-                _as_table(infos, verified=args.verify)
-                if infos
-                else f"{run_dir.name} has no checkpoint yet. A run writes one every `checkpoint.every_steps` steps, and when it stops or ends."
-            )
+            print(_as_table(infos, verified=args.verify) if infos else why_without_checkpoint(run_dir))
         if newest_digest:
             print(newest_digest)
     return FAILED if any(info.problem for info in infos) else FINISHED

@@ -147,8 +147,8 @@ def _reason_of_end(cause: Cause, outcome: Outcome, failure: WorkerFailure | None
     if cause in _WORKER_REPORTED_CAUSES and failure is not None:
         if cause == Cause.STOP_ASKED and _is_secondary_script_failure(failure):
             return (
-                f"rank {failure.rank} on {failure.host} lost its connection to a rank that stopped earlier; submit the run again: it goes on "
-                "from the script's last save. If the script saves when it is stopped, have all ranks stop after the same step"
+                f"stopped as asked; another rank stopped before rank {failure.rank} on {failure.host}, which then lost its connection. "
+                "That costs nothing, unless the script saves when it is stopped: then have all ranks stop after the same step"
             )
         if failure.is_secondary:
             return (

@@ -16,6 +16,7 @@ from ddp_hpc.base import exit_codes, processes
 from ddp_hpc.base.durable import make_directories
 from ddp_hpc.base.errors import FencedError
 from ddp_hpc.base.patience import ask_once
+from ddp_hpc.base.record import write_record
 from ddp_hpc.cluster.rank_probe.client import RankProbe
 from ddp_hpc.cluster.rank_probe.collect import ask_rank
 from ddp_hpc.cluster.rank_probe.deadlines import run_in_thread
@@ -26,7 +27,7 @@ from ddp_hpc.job.script.script_end import last_log_line
 from ddp_hpc.run.run_dir.failure_reports import read_failures, write_rank_end
 from ddp_hpc.run.run_dir.hang_records import write_hang_record
 from ddp_hpc.run.run_dir.records import Progress, with_script_report, write_progress
-from ddp_hpc.run.workload.script_progress import SeenFiles, find_saved_files, record_changes
+from ddp_hpc.run.workload.script_progress import SeenFiles, look
 
 ECHO_INTERVAL_S = 0.25
 """How often rank zero's output is copied to the console."""
@@ -218,10 +219,13 @@ class Watcher:
         pattern = self.script_rank.spec.script.progress
         if pattern is None or self.script_rank.rank != 0:
             return False
-        before = self.seen.num_changes
+        before = self.seen
         with suppress(OSError):  # the file system does not answer now; the next look sees the change, too
-            self.seen = record_changes(self.script_rank.run, self.seen, find_saved_files(pattern, Path.cwd()))
-        return self.seen.num_changes != before
+            now = look(before, pattern, Path.cwd())
+            if now is not before:
+                write_record(self.script_rank.run.script_progress, now)
+            self.seen = now
+        return self.seen.num_changes != before.num_changes
 
     def _record_hang(self, pid: int) -> None:
         """Ask a silent script what it does, and write the answer; `pid` is its process. It may wait for the file system."""
@@ -238,11 +242,10 @@ class Watcher:
         run, attempt = self.script_rank.run, self.script_rank.attempt
         with suppress(OSError, FencedError):  # a newer attempt has the run
             if self.script_rank.rank == 0:
-                newest = max((at for _, at in self.seen.files.values()), default=None)
                 progress = Progress(
                     attempt=attempt,
                     saves=self.seen.num_changes,
-                    last_checkpoint_at=None if newest is None else newest / 1e9,
+                    last_checkpoint_at=self.seen.newest_at,
                     at=time.time(),
                 )
                 write_progress(run, with_script_report(run, progress))
@@ -258,7 +261,7 @@ def _foreground_children(shell: int, number: int) -> list[int]:
     What it runs in the background, its trap may signal itself, so that one gets no second signal from here.
     """
     # POSIX, "Signals and Error Handling". With job control, each process has a group of its own, in the background or not.
-    if not processes.survives_signal(shell, number):
+    if not processes.is_in_mask(shell, number, "SigCgt", "SigIgn"):
         return []
     children: list[psutil.Process] = []
     with suppress(psutil.Error):

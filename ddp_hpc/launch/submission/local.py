@@ -30,7 +30,7 @@ from ddp_hpc.launch.submission.run_dir_setup import (
 from ddp_hpc.run.run_dir import ownership, poll_files
 from ddp_hpc.run.run_dir.ledger import Attempt, Cause, End, Ending, Ledger, record_end
 from ddp_hpc.run.run_dir.paths import RunDir
-from ddp_hpc.run.run_dir.records import ask_to_stop, read_progress, resume_text
+from ddp_hpc.run.run_dir.records import ask_to_stop, read_progress
 from ddp_hpc.run.spec import LaunchSpec
 from ddp_hpc.watch.failed_worker_log import last_words
 
@@ -282,7 +282,9 @@ def stop(run: RunDir, environ: Mapping[str, str], *, then: Literal["end", "reque
     if not is_working_here(run):
         raise ConfigError(f"{run.name} is not running, so there is nothing to stop. Start it with `ddp-hpc submit`.")
     ask_to_stop(run)
-    return resume_text(run)
+    from ddp_hpc.watch.status import stop_text  # late: most submissions need no status
+
+    return stop_text(run)
 
 
 def cancel(run: RunDir, environ: Mapping[str, str]) -> str:

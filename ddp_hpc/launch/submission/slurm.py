@@ -49,7 +49,6 @@ from ddp_hpc.run.run_dir.records import (
     QueuedJob,
     ask_to_stop,
     read_queued_job,
-    resume_text,
     write_awaited,
     write_queued_job,
 )
@@ -424,4 +423,6 @@ def stop(run: RunDir, environ: Mapping[str, str], *, then: Literal["end", "reque
         )
         raise ConfigError(f"{run.name} is not running, so there is nothing to stop. {to_do}")
     ask_to_stop(run, then=then)
-    return resume_text(run, then=then)
+    from ddp_hpc.watch.status import stop_text  # late: as above
+
+    return stop_text(run, then=then)

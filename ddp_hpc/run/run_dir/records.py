@@ -105,19 +105,6 @@ def ask_to_stop(
     replace_text(run.stop_request, json.dumps({"by": by, "then": then}), durable=False)
 
 
-def resume_text(run: RunDir, *, then: Literal["end", "requeue"] = "end") -> str:
-    """Say what a run that was asked to stop continues from, as far as that is known: a script may save nothing."""
-    progress, to_do = read_progress(run), "stop" if then == "end" else "go back into Slurm's queue"
-    if progress is None or progress.saves is None or progress.saves or newest_committed_step(run):
-        how = "Submit it again to continue" if then == "end" else "When its job starts again, the run continues"
-        return f"{run.name} was asked to save and {to_do}. {how} from what it has saved."
-    how = "submit it again" if then == "end" else "watch the log (`ddp-hpc logs`) when its job starts again"
-    return (
-        f"{run.name} was asked to {to_do}. So far, ddp-hpc has seen no save of its script (it looks now and then for the files that "
-        f"`script.progress` names), so {how} to see whether the script continues or starts over."
-    )
-
-
 def read_stop_request(run: RunDir) -> Literal["end", "requeue"] | None:
     """Return what is to follow a stop that the user has asked for, or None where the user has not.
 

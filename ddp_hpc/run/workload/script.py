@@ -13,7 +13,7 @@ from ddp_hpc.run.checkpoints import checkpoint_names
 from ddp_hpc.run.run_dir.ledger import Ledger
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.workload.protocol import UsersCode, Workload
-from ddp_hpc.run.workload.script_progress import find_saved_files, num_changes, read_seen_files
+from ddp_hpc.run.workload.script_progress import look, read_seen_files
 
 LISTING_PATIENCE_S = 10.0
 """How long to ask a file system for the saved files, before the run's records are used instead."""
@@ -53,9 +53,7 @@ class ScriptWorkload(Workload):
     def _num_changes(self, run: RunDir) -> int:
         pattern = self.spec.script.progress
         committed = max(checkpoint_names.committed_steps(run), default=0)
-        return committed + (
-            0 if pattern is None else num_changes(read_seen_files(run), find_saved_files(pattern, Path.cwd()))
-        )
+        return committed + (0 if pattern is None else look(read_seen_files(run), pattern, Path.cwd()).num_changes)
 
     def progress_on_disk(self, run: RunDir) -> int | None:
         """Return the same; None also where neither the key names the files that the script saves, nor has it committed one."""

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ddp_hpc.base.record import read_record, write_record
+from ddp_hpc.base.record import read_record
 from ddp_hpc.run.run_dir.paths import RunDir
 
 MOST_FILES = 20_000
@@ -28,6 +28,13 @@ class SeenFiles:
 
     num_changes: int = 0
     files: FileStates = field(default_factory=dict)
+    pattern: str = ""
+    """Of these files, absolute: a command may be called in another directory."""
+
+    @property
+    def newest_at(self) -> float | None:
+        """When the newest of them was written, in seconds since the epoch; None without one."""
+        return max((at_ns / 1e9 for _, at_ns in self.files.values()), default=None)
 
 
 def find_saved_files(pattern: str, work_dir: Path) -> FileStates:
@@ -56,21 +63,15 @@ def _absolute_glob(pattern: str, work_dir: Path) -> str:
     return os.path.join(work_dir, os.path.expanduser(pattern))  # noqa: PTH111, PTH118  text, with `~`
 
 
-def num_changes(seen: SeenFiles, files: FileStates) -> int:
-    """Return how often they have changed, the change since they were recorded included."""
-    return seen.num_changes + any(seen.files.get(path) != find_saved_files for path, find_saved_files in files.items())
-
-
 def read_seen_files(run: RunDir) -> SeenFiles:
     """Return what was recorded; nothing before the first record."""
     return read_record(run.script_progress, SeenFiles) or SeenFiles()
 
 
-def record_changes(run: RunDir, seen: SeenFiles, files: FileStates) -> SeenFiles:
-    """Record that the files have changed, if they have; return what is recorded now."""
-    count = num_changes(seen, files)
-    if count == seen.num_changes:
+def look(seen: SeenFiles, pattern: str, work_dir: Path) -> SeenFiles:
+    """Return the record with the files as they are now; the same where none has changed."""
+    files, pattern = find_saved_files(pattern, work_dir), _absolute_glob(pattern, work_dir)
+    has_changed = any(seen.files.get(path) != state for path, state in files.items())
+    if pattern == seen.pattern and not has_changed:
         return seen
-    now = SeenFiles(num_changes=count, files=files)
-    write_record(run.script_progress, now)
-    return now
+    return SeenFiles(num_changes=seen.num_changes + has_changed, files=files, pattern=pattern)

@@ -91,7 +91,10 @@ class _StepTrace(StepObserver):
         if request.every_state or step in request.state_steps:
             self._write_state(step, is_whole=step in request.state_steps)
         if step in request.digest_steps:
-            self._write({"step": step, "digest": digests.combined_digest(digests.digests_of_state(t.state))})
+            tensors = training_state.replicated_tensors(
+                t.state
+            )  # as all ranks have them; in DDP, buffers are rank zero's
+            self._write({"step": step, "digest": digests.combined_digest(digests.digests_of_tensors(tensors))})
         self._entries = []
         if step < request.end_step:
             return False

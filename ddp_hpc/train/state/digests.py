@@ -20,9 +20,6 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from ddp_hpc.train.state import training_state
-from ddp_hpc.train.state.training_state import TrainingState
-
 _ROW = 512
 """Words in a row."""
 _WORD_BYTES = 8
@@ -32,14 +29,6 @@ _MOST_BYTES = 1 << 23
 """Of the numbers of one group; a few times as much is in use meanwhile."""
 # The multipliers of splitmix64 (https://prng.di.unimi.it/splitmix64.c), as signed numbers.
 _STRIDE, _FIRST, _SECOND = (number - 2**64 for number in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
-
-
-def digests_of_state(state: TrainingState) -> dict[str, int]:
-    """Return the digest of each tensor that all ranks must have equal: weights, their averages, the optimizer's state.
-
-    Buffers are left out, as in DDP they are rank zero's. So are random generators and the loss meter, which are each rank's own.
-    """
-    return digests_of_tensors(training_state.replicated_tensors(state))
 
 
 def combined_digest(digests: Mapping[str, int]) -> str:

@@ -64,7 +64,7 @@ def view_of(run: RunData) -> dict[str, Any]:
         "phases_about": _about_phases(num_steps, run),
         "machines": _about_machines(run),
         "checkpoints": [_checkpoint(one) for one in run.checkpoints],
-        "cost": _saving_cost(run),
+        "cost": f"`checkpoint.every_steps=auto` saves {run.saves.sentence()}." if run.saves else "",
         "environment": _environment(run),
         "changed": list(_changes(run)),
         "notes": notes_of(run),
@@ -154,11 +154,6 @@ def _checkpoint(one: CheckpointInfo) -> dict[str, str]:
         "workers": "-" if one.world_size is None else str(one.world_size),
         "note": one.problem or metrics,
     }
-
-
-def _saving_cost(run: RunData) -> str:
-    """Say what checkpoints cost a run that itself chooses how often it saves."""
-    return "" if run.saves is None else f"`checkpoint.every_steps=auto` saves {run.saves.sentence()}."
 
 
 def _environment(run: RunData) -> list[tuple[str, str]]:
