@@ -61,7 +61,7 @@ def test_a_run_waits_for_the_end_of_another_over_its_requeue_and_a_third_for_its
     assert late.returncode == 2
     assert "has finished" in late.stderr
     assert not login.run("late").path.exists()
-    login.submit("soon", *one, *few, "--after", "first", "--singleton")
+    login.submit("soon", *one, *few, "--after", "first", "slurm.dependency=singleton")
     assert "#SBATCH --dependency=singleton\n" in login.run("soon").job_script.read_text()
     login.await_state("soon", "finished")
 

@@ -10,11 +10,12 @@ from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.cli import main
 from ddp_hpc.launch.submission import slurm
 from ddp_hpc.launch.submission.request import SubmitRequest
+from ddp_hpc.launch.sweep import chain
 from ddp_hpc.launch.sweep.chain import add_dependency, split_end_condition
 from ddp_hpc.run.config.resolve import Resolved, flat_spec, load_resolved
 from ddp_hpc.run.run_dir.ledger import End, Ending, record_end, record_start
 from ddp_hpc.run.run_dir.paths import RunDir
-from ddp_hpc.run.run_dir.records import write_done
+from ddp_hpc.run.run_dir.records import AwaitedRun, write_done
 from ddp_hpc.run.spec import RunSpec, SlurmSpec
 from ddp_hpc.run.workload.table import workload_of
 from tests.made_run import make_run
@@ -27,12 +28,12 @@ def ended(run: RunDir, ending: Ending) -> None:
         write_done(run, workload_of(load_resolved(run.config)).goal)
 
 
-def wait_for(run: RunDir, when: str, *, is_single: bool = False, users: str | None = None) -> str | None:
+def wait_for(run: RunDir, when: str, *, users: str | None = None) -> str | None:
     spec = RunSpec(name="next", runs_dir=str(run.path.parent), slurm=SlurmSpec(dependency=users))
     asked = SubmitRequest(
         resolved=Resolved(spec, dict.fromkeys(flat_spec(spec), "test")), import_paths=[], environ={"PATH": ""}
     )
-    return add_dependency(asked, [f"{run.path}:{when}"], slurm, is_single=is_single).spec.slurm.dependency
+    return add_dependency(asked, [f"{run.path}:{when}"], slurm).spec.slurm.dependency
 
 
 @pytest.mark.parametrize(
@@ -51,7 +52,7 @@ def test_a_run_that_has_ended_as_asked_for_is_not_waited_for(ending: str, when: 
     ended(run, Ending(ending))
 
     assert wait_for(run, when) is None
-    assert wait_for(run, when, is_single=True, users="afterany:3") == "afterany:3,singleton"
+    assert wait_for(run, when, users="afterany:3,singleton") == "afterany:3,singleton"
 
 
 @pytest.mark.parametrize(
@@ -65,13 +66,17 @@ def test_a_run_that_has_ended_otherwise_is_refused(ending: str, when: str, how: 
         wait_for(run, when)
 
 
-def test_a_dependency_of_the_users_on_one_of_several_jobs_is_refused_with_another(tmp_path: Path) -> None:
+def test_a_dependency_of_the_users_on_one_of_several_jobs_is_refused_with_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = make_run(tmp_path)
     ended(run, Ending.FINISHED)
 
     assert wait_for(run, "ok", users="afterok:3?afterok:4") == "afterok:3?afterok:4"
-    with pytest.raises(ConfigError, match=r"has to wait for singleton; Slurm cannot combine the two"):
-        wait_for(run, "ok", is_single=True, users="afterok:3?afterok:4")
+    monkeypatch.setattr(chain, "_awaited_job", lambda *_: AwaitedRun(path=str(run.path), job_id="7"))
+    assert wait_for(run, "ok", users="singleton") == "singleton,afterok:7"
+    with pytest.raises(ConfigError, match=r"has to wait for afterok:7; Slurm cannot combine the two"):
+        wait_for(run, "ok", users="afterok:3?afterok:4")
 
 
 def test_on_one_machine_a_chain_is_refused_with_what_to_type(

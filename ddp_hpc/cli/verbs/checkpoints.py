@@ -26,16 +26,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     """Print the table, the digest, or both as JSON."""
     run_dir = chosen_run(args, environment)
-    infos = [] if args.digest and not args.verify else list_checkpoints(run_dir, verify=args.verify)
+    is_listed = args.verify or not args.digest
+    infos = list_checkpoints(run_dir, verify=args.verify) if is_listed else []
     newest_digest = digest(run_dir, choose_step(run_dir, None)) if args.digest else None
     if args.json:
-        listed = {"checkpoints": [asdict(info) for info in infos]} if args.verify or not args.digest else {}
-        print(as_json(listed | ({"digest": newest_digest} if args.digest else {})))
+        found = {"checkpoints": [asdict(info) for info in infos]} if is_listed else {}
+        print(as_json(found | ({"digest": newest_digest} if args.digest else {})))
     else:
-        if args.verify or not args.digest:
-            print(_as_table(infos, verified=args.verify) if infos else why_without_checkpoint(run_dir))
-        if newest_digest:
-            print(newest_digest)
+        table_text = _as_table(infos, verified=args.verify) if infos else why_without_checkpoint(run_dir)
+        print("\n".join(filter(None, [table_text if is_listed else None, newest_digest])))
     return FAILED if any(info.problem for info in infos) else FINISHED
 
 

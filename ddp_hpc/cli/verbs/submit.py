@@ -70,7 +70,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="RUN[:ok|notok|any]",
         help="on Slurm: start when another run, or all points of a sweep, has finished (ok, the default), failed (notok) or ended (any); may be repeated",
     )
-    add_flag(parser, "--singleton", "on Slurm: start when no other job of yours with the same name runs or waits")
     add_sweep_options(parser)
     add_flag(parser, "--json", "print JSON instead of text")
     add_config_arguments(parser)
@@ -141,11 +140,11 @@ def _make_request(
         command=args.command or (),
         is_fresh=args.fresh,
     )
-    if not (args.after or args.singleton):
+    if not args.after:
         return request
     from ddp_hpc.launch.sweep.chain import add_dependency  # late: most runs wait for none
 
-    return add_dependency(request, args.after, backend, is_single=args.singleton)
+    return add_dependency(request, args.after, backend)
 
 
 def _note_stopping(run_dir: RunDir, backend: Backend) -> None:

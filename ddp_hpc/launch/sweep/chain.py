@@ -31,22 +31,21 @@ def split_end_condition(text: str) -> tuple[str, EndCondition]:
     return (name, cast("EndCondition", when)) if colon and when in _SBATCH_CONDITIONS else (text, "ok")
 
 
-def add_dependency(request: SubmitRequest, words: Sequence[str], backend: Backend, *, is_single: bool) -> SubmitRequest:
-    """Return the request of a job that waits for the runs and sweeps that `--after` names; `is_single`: and for jobs of its own name."""
+def add_dependency(request: SubmitRequest, words: Sequence[str], backend: Backend) -> SubmitRequest:
+    """Return the request of a job that waits for the runs and sweeps that `--after` names."""
     if not backend.HAS_QUEUE:
         raise ConfigError(
-            "`--after` and `--singleton` let a job wait in Slurm's queue, but this run would start on this machine, which has no queue. "
+            "`--after` lets a job wait in Slurm's queue, but this run would start on this machine, which has no queue. "
             "Start one run after the other there: `ddp-hpc submit A --wait && ddp-hpc submit B`."
         )
     environ, runs_dir, users = request.environ, request.run.path.parent, request.spec.slurm.dependency
     parts, awaits = list[str](), list[AwaitedRun]()
     for name, when in map(split_end_condition, words):
         if (sweep_dir := sweep_named(name, runs_dir)) is not None:
-            parts.append(sweep_dependency(sweep_dir, when, environ))
+            parts += filter(None, [sweep_dependency(sweep_dir, when, environ)])
         elif awaited := _awaited_job(find_run(name, runs_dir), when, backend, environ):
             parts.append(f"{_SBATCH_CONDITIONS[when]}:{awaited.job_id}")
             awaits.append(awaited)
-    parts = [part for part in [*parts, "singleton" if is_single else ""] if part]
     if not parts:
         return request
     if users and "?" in users:
