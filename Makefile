@@ -119,7 +119,7 @@ distclean: clean ## Remove the environments and Slurm's files too
 	@touch $@
 
 .venv/.runtime: $(PINS) | .venv/.made
-	@echo 'Installing ddp_hpc and PyTorch into .venv (about 60 s, once) ...'
+	@echo 'Installing ddp_hpc and PyTorch into .venv (about 60 s, 5 GB, once) ...'
 	@$(call pip-install,$(BIN),--no-compile) -e '.[vision]' # a demo needs few of 10,000 modules compiled
 
 .venv/.dev: $(PINS) | .venv/.runtime

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Literal
 
 
-def shorten_names(names: Sequence[str], most: int) -> str:
-    """Return all names, or the first ones and how many there are more: `node1, node2 and 7 more`."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+def shorten_names(names: Sequence[str], most: int, *, between: Literal[", ", "; "] = ", ") -> str:
+    """Return all names or phrases, or the first ones and how many there are more: `node1, node2 and 7 more`."""
+    more = f"{between.strip(', ')} and {len(names) - most} more" if len(names) > most else ""
+    return between.join(names[:most]) + more
 
 
 def plural(count: int, one: str) -> str:

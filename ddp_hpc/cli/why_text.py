@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from textwrap import TextWrapper
@@ -10,6 +11,7 @@ from typing import Any
 from ddp_hpc.base.names import plural
 from ddp_hpc.run.run_dir.ledger import Attempt, Ledger, Next
 from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.watch.status import read_status
 from ddp_hpc.watch.why.findings import EvidenceLine, Verdict
 from ddp_hpc.watch.why.lines import number_of
 from ddp_hpc.watch.why.reading import to_do
@@ -48,7 +50,7 @@ def _rows(run: RunDir, ledger: Ledger, attempt: Attempt, verdict: Verdict, *, wo
     if attempt.ending is None and verdict.basis == "none" and verdict.rank is None:
         yield (
             "why",
-            f"no end of this attempt is recorded: it runs, or its processes were killed. `ddp-hpc status {word}` shows which",
+            f"no end of this attempt is recorded: the run is {read_status(run, now=time.time()).state} (`ddp-hpc status {word}`)",
         )
         yield "in logs", "\n".join(f"{_place_text(run, one)}: {_short_quote(one)}" for one in verdict.evidence)
         return

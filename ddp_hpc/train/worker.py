@@ -16,6 +16,7 @@ import torch
 
 from ddp_hpc.base.errors import ConfigError, exit_code_of
 from ddp_hpc.base.exit_codes import FINISHED, STOPPED
+from ddp_hpc.base.names import shorten_names
 from ddp_hpc.base.processes import unclaimed_stop_signals
 from ddp_hpc.cluster.rank_probe.deadlines import Deadline, HangCollector, deadline_file
 from ddp_hpc.cluster.rank_probe.folder import socket_of
@@ -229,13 +230,10 @@ def _record_environment(run: RunDir, attempt: int, environ: Mapping[str, str]) -
         return
     changed = list(change_texts(before[1], here)) if before else []
     if before and changed:
-        more = f"; and {len(changed) - _MOST_SHOWN} more" if len(changed) > _MOST_SHOWN else ""
-        shown = "; ".join(changed[:_MOST_SHOWN])
         log.warning(
-            "the environment is not as in attempt %d, so results may differ: %s%s. The training goes on.",
+            "the environment is not as in attempt %d, so results may differ: %s. The training goes on.",
             before[0],
-            shown,
-            more,
+            shorten_names(changed, _MOST_SHOWN, between="; "),
         )
 
 

@@ -17,7 +17,6 @@ from ddp_hpc.cli.verbs.replay import add_code_option, print_progress, print_repo
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
     add_run_argument(parser)
     parser.add_argument(
         "--segments",

@@ -17,7 +17,6 @@ from ddp_hpc.cli.verbs.replay import print_progress, print_report, raise_not_rep
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
     parser.add_argument("one", metavar="RUN1", help="a run's name, its directory, or its Slurm job id")
     parser.add_argument("other", metavar="RUN2", help="the other run, which the first is compared with")
     add_runs_dir_option(parser)

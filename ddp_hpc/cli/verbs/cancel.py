@@ -12,7 +12,6 @@ from ddp_hpc.cli.runs import add_runs_dir_option, chosen_own_run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
     parser.add_argument(
         "run",
         metavar="RUN",

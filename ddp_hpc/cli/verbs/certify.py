@@ -23,6 +23,7 @@ from ddp_hpc.base import processes
 from ddp_hpc.base.durable import replace_text
 from ddp_hpc.base.errors import ConfigError
 from ddp_hpc.base.exit_codes import FAILED, FINISHED, REFUSED
+from ddp_hpc.base.names import shorten_names
 from ddp_hpc.cli.formatting import as_json, table
 from ddp_hpc.cli.runs import add_flag, add_patience_option, add_setting_arguments, chosen_runs_dir, runs_dir_setting
 
@@ -34,7 +35,6 @@ SRUN_EXAMPLE = "srun --nodes=1 --ntasks=1 --cpus-per-task=8 ddp-hpc certify ..."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
     from ddp_hpc.prove.certify.faults import FAULTS
 
     parser.usage = "%(prog)s [KEY=VALUE ...] [options] -- COMMAND ..."
@@ -135,7 +135,7 @@ def _make_certification(
 
 def as_text(certificate: Certificate) -> str:
     """Return the verdicts as text: what the script does, a table, and each defect with the lines that mend it."""
-    files = ", ".join(certificate.saves[:3]) + (", ..." if len(certificate.saves) > 3 else "")
+    files = shorten_names(certificate.saves, 3)
     counted = (
         f"{certificate.num_positions} {certificate.unit}s in its output"
         if certificate.unit

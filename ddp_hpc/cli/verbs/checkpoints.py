@@ -16,7 +16,6 @@ HEADER = ("STEP", "SIZE", "WORKERS", "AGE", "EVALUATION", "VERIFIED")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
     add_run_argument(parser)
     add_flag(parser, "--verify", "read every file and compare its checksum; exit with 1 if a checkpoint is damaged")
     add_flag(parser, "--digest", "print only a hash of the newest checkpoint's training state, to compare runs")

@@ -42,7 +42,6 @@ complete -c ddp-hpc -a '(begin; set -l typed (commandline -opc) (commandline -ct
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     shells = ", ".join(_SCRIPTS)
     told = f"{shells}: print the script for this shell; words: used by the scripts, prints what may follow the words on standard input"
@@ -50,7 +49,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
-    """Print it."""
     if args.shell != "words":
         print(_SCRIPTS[args.shell], end="")
         return 0

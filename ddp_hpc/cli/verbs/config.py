@@ -23,7 +23,6 @@ EVERYDAY_KEYS = frozenset(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
     parser.add_argument(
         "key", metavar="KEY", nargs="?", default="", help="print only this key (`train.lr`) or section (`train`)"
     )
@@ -36,7 +35,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:  # noqa: ARG001  # every verb's signature
-    """Print the rows."""
     from textwrap import wrap
 
     from ddp_hpc.run.config.reference import as_markdown, rows_of

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("action", choices=("build", "check"), help="build an image, or check one")
     parser.add_argument("what", metavar="IMAGE|CONFIG", help="the image; with `check`, a run's configuration file")
@@ -53,7 +52,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
-    """Build or check."""
     if args.settings and args.action != "check":
         raise ConfigError(
             f"`ddp-hpc container {args.action}` takes one image, but {args.settings[0]!r} follows it. Remove that."

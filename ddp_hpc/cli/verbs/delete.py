@@ -15,7 +15,6 @@ from ddp_hpc.watch.status import read_status
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
     add_run_argument(parser)
     add_flag(parser, "--yes", "delete without asking for confirmation")
 

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
     parser.add_argument("--config", type=Path, help="check for a run of this configuration, with its data")
     parser.add_argument(
         "--path",
@@ -42,7 +41,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
-    """Print what was found."""
     from ddp_hpc.run.config.resolve import resolve
     from ddp_hpc.watch.diagnose.doctor import login, on_nodes
 

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
     from ddp_hpc.prove.drill.faults import FAULTS
 
     parser.add_argument(

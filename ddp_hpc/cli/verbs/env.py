@@ -34,7 +34,6 @@ _DIFFERENCE_HINT = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("action", choices=("capture",), nargs="?", help="default: print the variables")
     parser.add_argument("run", metavar="RUN", nargs="?", help="with `capture`: a run's name, directory or job id")
@@ -49,7 +48,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
-    """Print them."""
     if args.action == "capture":
         return _show_software(args, environment)
     from ddp_hpc.cluster.rendezvous.worker_env import read_worker_env

@@ -10,7 +10,6 @@ from ddp_hpc.cli.runs import add_run_argument, chosen_run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
     add_run_argument(parser)
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="the file to write")
     parser.add_argument("--step", type=int, metavar="N", help="export the checkpoint of this step; default: the newest")
@@ -22,7 +21,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
-    """Write the file."""
     from ddp_hpc.watch.checkpoints import choose_step, export
 
     run_dir = chosen_run(args, environment)

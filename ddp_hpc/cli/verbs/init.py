@@ -78,7 +78,6 @@ FILES = {"my_recipe.py": RECIPE, "my_run.yaml": CONFIG}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
     parser.add_argument(
         "dir",
         metavar="DIR",

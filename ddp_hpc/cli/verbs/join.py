@@ -37,7 +37,6 @@ _NODE_MODULE = "ddp_hpc.job.node.join_node"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--nnodes", metavar="N", help="by hand: how many nodes there are")
     parser.add_argument("--node-rank", metavar="N", help="by hand: the number of this node, from 0")

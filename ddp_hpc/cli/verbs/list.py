@@ -29,7 +29,6 @@ HEADER = ("RUN", "STATE", "STEP", "LOSS", "EVALUATION", "CHECKPOINT", "ATTEMPT",
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("sweep", metavar="SWEEP", nargs="?", help="list the points of this sweep, with what each sets")
     add_runs_dir_option(parser)
@@ -53,7 +52,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
-    """Print the table."""
     runs_dir = chosen_runs_dir(args.runs_dir, environment)
     if args.sweep is not None and args.goodput:
         raise ConfigError(f"`--goodput` is for runs. `ddp-hpc report {args.sweep}` shows it for each point of a sweep.")

@@ -16,7 +16,6 @@ from ddp_hpc.watch.status import read_status
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
     add_run_argument(parser)
     parser.add_argument("-f", "--follow", action="store_true", help="print new lines until the run ends")
     parser.add_argument(
@@ -31,7 +30,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
-    """Print the lines."""
     run_dir = chosen_run(args, environment)
     ask = slurm_asker(environment)
     files = ReadCache()

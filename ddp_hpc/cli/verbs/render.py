@@ -15,7 +15,6 @@ from ddp_hpc.cli.verbs.submit import config_and_settings
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="also write the job script to this file")
     add_config_arguments(parser)
 

@@ -22,7 +22,6 @@ from ddp_hpc.cli.runs import add_flag, add_run_argument, chosen_own_run, nonnega
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
     add_run_argument(parser)
     parser.add_argument(
         "--from",

@@ -26,7 +26,6 @@ _STDOUT = Path("-")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add_run_argument(parser, optional=True)
     parser.add_argument(

@@ -25,7 +25,6 @@ BEGIN_PATIENCE_S = 10.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
     add_run_argument(parser)
     add_flag(
         parser,

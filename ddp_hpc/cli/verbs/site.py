@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(
         "action", choices=("show", "list", "init"), nargs="?", default="show", help="what to do; default: show"
@@ -37,7 +36,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
-    """Show, list or propose."""
     actions = {"show": _show_profile, "list": _list_profiles, "init": _draft_profile}
     if args.write and args.action != "init":
         raise ConfigError("`--write` works only with `ddp-hpc site init`. Leave it out.")

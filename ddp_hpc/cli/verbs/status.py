@@ -18,7 +18,6 @@ from ddp_hpc.watch.status import read_status
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
     add_run_argument(parser, optional=True)
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--json", action="store_true", help="print JSON instead of text")
@@ -30,7 +29,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
-    """Print the status."""
     now = time.time()
     run_dir = chosen_run(args, environment)
     if args.watch:

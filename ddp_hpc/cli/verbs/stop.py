@@ -9,12 +9,10 @@ from ddp_hpc.cli.runs import add_run_argument, chosen_own_run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
     add_run_argument(parser)
 
 
 def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
-    """Ask the run to stop."""
     from ddp_hpc.launch.submission.backend import backend_of  # late: `--help` needs no back end
 
     run_dir = chosen_own_run(args, environment)

@@ -37,7 +37,6 @@ _SETTING_START = re.compile(r"[A-Za-z_][\w.-]*=")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
     from ddp_hpc.launch.submission.backend import (  # late: `render` and the first word of a line need none
         AUTO,
         BACKENDS,

@@ -17,7 +17,6 @@ from ddp_hpc.run.run_dir.write_permissions import refuse_strangers_dir
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
     parser.add_argument(
         "what",
         choices=("continue", "follow", "cancel"),

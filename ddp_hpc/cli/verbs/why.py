@@ -14,7 +14,6 @@ from ddp_hpc.watch.why.verdict import verdict_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
     add_run_argument(parser, optional=True)
     parser.add_argument(
         "--attempt",
@@ -26,7 +25,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
-    """Print the verdict."""
     run_dir = chosen_run(args, environment)
     ledger = Ledger.read(run_dir)
     attempt = chosen_attempt(run_dir, ledger, args.attempt)

@@ -13,6 +13,7 @@ from functools import cached_property
 from math import prod
 from typing import Any
 
+from ddp_hpc.base.names import shorten_names
 from ddp_hpc.run.run_dir.failure_reports import HangKind
 from ddp_hpc.run.run_dir.hang_records import DUMPING_STATE, RankInHang
 
@@ -188,15 +189,14 @@ class _Comparison:
                 how += f": it has launched {newest.get(awaited.group, 0)} collectives of {_group_words(awaited)}, and others wait in collective {awaited.number}, {awaited.words}"
                 break
         if len(behind) > 1:
-            more = ", ".join(map(str, behind[1:_MOST_NAMED])) + (" and more" if len(behind) > _MOST_NAMED else "")
-            how += f" (so do ranks {more})" if len(behind) > 2 else f" (so does rank {more})"
+            others = shorten_names([*map(str, behind[1:])], _MOST_NAMED - 1)
+            how += f" (so do ranks {others})" if len(behind) > 2 else f" (so does rank {others})"
         return ComparedRanks(kind="behind", ranks=behind, how=how)
 
     def _say_undecided(self, late: Sequence[int]) -> ComparedRanks:
-        named = "; ".join(f"rank {rank} {_say_doing(self.by_rank[rank])}" for rank in late[:_MOST_NAMED])
-        more = f"; and {len(late) - _MOST_NAMED} more" if len(late) > _MOST_NAMED else ""
-        how = f"others wait for what these have not launched, but these may wait for a rank themselves: {named}{more}"
-        return ComparedRanks(ranks=late, how=how)
+        named = [f"rank {rank} {_say_doing(self.by_rank[rank])}" for rank in late]
+        how = "others wait for what these have not launched, but these may wait for a rank themselves: "
+        return ComparedRanks(ranks=late, how=how + shorten_names(named, _MOST_NAMED, between="; "))
 
 
 def _say_doing(record: RankInHang) -> str:

@@ -9,6 +9,7 @@ import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from ddp_hpc.base.names import shorten_names
 from ddp_hpc.cluster.rank_probe.compare_ranks import ComparedRanks, compare
 from ddp_hpc.run.run_dir.failure_reports import HangKind
 from ddp_hpc.run.run_dir.hang_records import RankInHang
@@ -120,8 +121,8 @@ def _judge_nobody(
     if not kind and len(stands) > 1:
         is_same = len({_LINE_NUMBER.sub("", stand.place) for stand in stands}) == 1
         kind = "network" if is_same else "different"
-        places = "; ".join(f"rank {stand.rank} is in {stand.place}" for stand in stands[:_MOST_NAMED])
-        how += "" if is_same else f", in different calls ({places})"
+        places = [f"rank {stand.rank} is in {stand.place}" for stand in stands]
+        how += "" if is_same else f", in different calls ({shorten_names(places, _MOST_NAMED, between='; ')})"
     if network is None or network.problem:
         how += f": check the network between the nodes{f' ({network.problem})' if network else ''}"
     elif network.carries_everywhere:

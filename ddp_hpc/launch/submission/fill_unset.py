@@ -88,7 +88,10 @@ def _with_earlier_settings(resolved: Resolved, before: RunSpec | None, environ: 
         if key in was and resolved.sources.get(key) != COMMAND_LINE.source and key not in _PER_SUBMISSION_KEYS
     }
     changed = [key for key in kept if was[key] != now.get(key)]
-    told = [f"`{key}={value_or_hidden(key, was[key])}` (now {value_or_hidden(key, now.get(key))})" for key in changed]
+    told = [
+        f"`{key}={value_or_hidden(key, was[key])}` (now {'unset' if now.get(key) is None else value_or_hidden(key, now[key])})"
+        for key in changed
+    ]
     if told:
         sys.stderr.write(
             f"note: the run keeps what an earlier command line has set: {', '.join(told)}; a value on the command line changes it\n"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ddp_hpc.base.discretion import is_key_shown
 from ddp_hpc.base.errors import ConfigError
-from ddp_hpc.base.names import plural
+from ddp_hpc.base.names import plural, shorten_names
 from ddp_hpc.prove.certify.evidence import Baseline, TrialEvidence
 from ddp_hpc.prove.certify.faults import FAULTS, TrialFault, Trigger, trigger_of
 from ddp_hpc.prove.certify.output_lines import PrintedLine, losses, parse, scale_from_lines
@@ -285,7 +285,7 @@ def _coverage_notes(baseline: Baseline) -> Iterator[str]:
     if not attempt.saves:
         yield "certify found no saved state among the files that the script writes; if the script saves its state, name the files with `script.progress=PATTERN`"
     if attempt.left_behind:
-        named = "; ".join(one[:80] for one in attempt.left_behind[:3])
+        named = shorten_names([one[:80] for one in attempt.left_behind], 3, between="; ")
         yield f"the script left processes running when it ended, and certify killed them: {named}"
     if len(attempt.logs) < 2:
         yield "the script ran with one rank, so whether ranks agree was not tested; to test it: `resources.workers_per_node=2`"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+from ddp_hpc.base.names import shorten_names
 from ddp_hpc.prove.certify.evidence import TrialEvidence
 from ddp_hpc.prove.certify.file_differences import FileDifference
 from ddp_hpc.prove.certify.rules import Defect, diagnose, position_text
@@ -59,7 +60,7 @@ class FaultResult:
     def read_back_text(self) -> str:
         """Which saved states it read back, or which it left alone, as text."""
         if self.read_back:
-            return ", ".join(self.read_back[:2]) + (", ..." if len(self.read_back) > 2 else "")
+            return shorten_names(self.read_back, 2)
         # A script that came back has read something: a file that stays open (`np.load`) is not seen as read.
         return f"not {self.newest_state}" if self.newest_state and self.verdict not in GOOD else ""
 

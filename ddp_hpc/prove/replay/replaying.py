@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ddp_hpc.base.errors import ConfigError
+from ddp_hpc.base.names import shorten_names
 from ddp_hpc.prove.replay.history import History
 from ddp_hpc.prove.replay.private_run import WantedSteps, compute_again, private_folder
 from ddp_hpc.prove.replay.record import Comparison, compare, read_state_hashes, recorded_steps
@@ -105,5 +106,4 @@ def _environment_notes(history: History, step: int, environ: Mapping[str, str]) 
     changed = [text for text in change_texts(recorded, here) if text.partition(" ")[0] not in variables]
     if not changed:
         return []
-    more = f"; and {len(changed) - _MOST_CHANGES} more" if len(changed) > _MOST_CHANGES else ""
-    return [f"this environment differs from the run's: {'; '.join(changed[:_MOST_CHANGES])}{more}"]
+    return [f"this environment differs from the run's: {shorten_names(changed, _MOST_CHANGES, between='; ')}"]

@@ -39,6 +39,7 @@ from ddp_hpc.base.durable import (
     record_bytes,
 )
 from ddp_hpc.base.errors import ConfigError, CorruptCheckpointError, FencedError, NewerFormatError, UnreadableError
+from ddp_hpc.base.names import shorten_names
 from ddp_hpc.base.patience import is_final_error
 from ddp_hpc.run.checkpoints.checkpoint_names import COMMITTED_PATTERN, MANIFEST_NAME, checkpoint_path, committed_steps
 from ddp_hpc.run.checkpoints.shards import (
@@ -419,7 +420,7 @@ def _read_weights(path: Path, ema: bool | None) -> tuple[list[TensorEntry], list
     """Return the weights as a shard holds them: the entries, and the bytes of each; and whether they are the average."""
     manifest = read_manifest(path)
     if FOREIGN_FILES_KEY in manifest.state:
-        files = ", ".join(shard.file for shard in manifest.shards[:3])
+        files = shorten_names([shard.file for shard in manifest.shards], 3)
         raise ConfigError(
             f"{path} holds files that a script wrote ({files}), so ddp-hpc cannot export weights. Read them as the script does."
         )

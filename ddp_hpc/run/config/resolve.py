@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from pathlib import Path
@@ -233,7 +234,12 @@ def changed_keys(old: RunSpec, new: RunSpec) -> dict[str, str]:
     for key in dict.fromkeys([*after, *before]):
         values = before.get(key), after.get(key)
         if values[0] != values[1] and not _is_empty_in_one(key, before, after):
-            told = (repr(value) if is_key_shown(key, value) else HIDDEN for value in values)
+            told = (
+                (shlex.join(map(str, value)) if isinstance(value, tuple) else repr(value))
+                if is_key_shown(key, value)
+                else HIDDEN
+                for value in values
+            )
             found[key] = f"{key} {' -> '.join(told)}"
     return found
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_hpc.base.errors import ConfigError
+from ddp_hpc.base.names import shorten_names
 from ddp_hpc.base.slurm_times import parse_seconds
 from ddp_hpc.run.config.foreign import our_key_for
 from ddp_hpc.run.config.keys import all_keys, is_below_open_key, is_section, key_of, parse_text, unknown_key_error
@@ -92,7 +93,7 @@ def _read_bytes(path: Path) -> bytes:
             content = file.read(_MOST_BYTES + 1)
     except FileNotFoundError as error:
         names = sorted(other.name for pattern in ("*.yaml", "*.yml") for other in path.parent.glob(pattern))
-        beside = f"Correct the path; the directory {str(path.parent)!r} has {', '.join(names[:10])}."
+        beside = f"Correct the path; the directory {str(path.parent)!r} has {shorten_names(names, 10)}."
         to_do = beside if names else "Check the path."
         raise ConfigError(f"The configuration file {str(path)!r} does not exist. {to_do}") from error
     except OSError as error:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from ddp_hpc.base.names import shorten_names
 from ddp_hpc.base.record import try_read_record, write_record
 from ddp_hpc.run.run_dir.paths import RunDir
 
@@ -106,7 +107,7 @@ class NetworkFindings:
     def culprits_text(self) -> str:
         """Name the bad nodes, or the pairs: `node2`, `node1 - node3`."""
         pairs = [" - ".join(pair.nodes) for pair in self.unexplained_pairs]
-        return ", ".join([*self.bad_nodes, *_few(pairs)])
+        return shorten_names([*self.bad_nodes, *pairs], len(self.bad_nodes) + _MOST_NAMED)
 
     @property
     def words(self) -> str:
@@ -118,10 +119,10 @@ class NetworkFindings:
             num = self.num_nodes - len(self.silent)
             all_pairs = f"all {num} nodes that were probed" if not self.unknown else f"{self.num_pairs} pairs of nodes"
             parts = [f"{all_pairs} reach each other on the network of {self.address}"]
-        parts += ["; ".join(_few([pair.words for pair in pairs])) for pairs in (self.lossy, self.unknown) if pairs]
+        parts += [_pairs_text(pairs) for pairs in (self.lossy, self.unknown) if pairs]
         if self.silent:
             parts.append(
-                f"{', '.join(_few(self.silent))} did not answer in time over Slurm's network, so nothing is known of their links"
+                f"{shorten_names(self.silent, _MOST_NAMED)} did not answer in time over Slurm's network, so nothing is known of their links"
             )
         return "; ".join(parts)
 
@@ -151,12 +152,11 @@ class NetworkFindings:
             return [
                 f"no two of the {self.num_nodes} nodes reach each other on the network of {self.address}: {pairs[0].words}, and so on"
             ]
-        return [f"on the network of {self.address}, {'; '.join(_few([pair.words for pair in pairs]))}"] if pairs else []
+        return [f"on the network of {self.address}, {_pairs_text(pairs)}"] if pairs else []
 
 
-def _few(texts: Sequence[str]) -> list[str]:
-    shown = list(texts[:_MOST_NAMED])
-    return shown if len(shown) == len(texts) else [*shown, f"and {len(texts) - len(shown)} more"]
+def _pairs_text(pairs: Sequence[PairFault]) -> str:
+    return shorten_names([pair.words for pair in pairs], _MOST_NAMED, between="; ")
 
 
 def write_network(run: RunDir, attempt: int, findings: NetworkFindings) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hpc.base.errors import ConfigError, text_of
+from ddp_hpc.base.names import shorten_names
 from ddp_hpc.train.engine.set_aside import undo_trial
 
 log = logging.getLogger(__name__)
@@ -104,7 +105,7 @@ def explain_unused(error: Exception, model: nn.Module) -> ConfigError | None:
     names = [name for name, one in model.named_parameters() if one.requires_grad]
     missing = [f"`{names[number]}`" for number in map(int, (found[1] or "").split()) if number < len(names)]
     return ConfigError(
-        f"The last backward pass gave no gradient to {', '.join(missing[:5]) or 'some parameters'}{', and more' if len(missing) > 5 else ''}, and "
+        f"The last backward pass gave no gradient to {shorten_names(missing, 5) or 'some parameters'}, and "
         "DDP waits for one of each parameter. If forward does not use them in each pass, set "
         "`train.find_unused_parameters=true`; if it never does, remove them, or call `requires_grad_(False)` on them."
     )

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ddp_hpc.base.names import shorten_names
 from ddp_hpc.train.engine.value_copies import ValuesToKeep, keep_items, keep_tensor
 from ddp_hpc.train.state import rng
 
@@ -34,8 +35,7 @@ def undo_trial(model: nn.Module, others: Iterable[object], device: torch.device)
     refused: list[str] = []
     with restore_after(model, others, device, refused=refused):
         if refused:
-            more = f", and {len(refused) - _MOST_NAMED} more" if len(refused) > _MOST_NAMED else ""
-            _say_once(f"{'; '.join(refused[:_MOST_NAMED])}{more}")
+            _say_once(shorten_names(refused, _MOST_NAMED, between="; "))
         yield
 
 

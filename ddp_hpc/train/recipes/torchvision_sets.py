@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ddp_hpc.base.errors import ConfigError
+from ddp_hpc.base.names import shorten_names
 from ddp_hpc.run.config.fill_paths import refuse_unknown_home
 from ddp_hpc.train.recipes.images import ImagesWanted, LoadedImages
 from ddp_hpc.train.recipes.rank_zero_first import rank_zero_first
@@ -46,7 +47,7 @@ def load(source: TorchvisionSet, wanted: ImagesWanted) -> LoadedImages:
     if train.classes != held_out.classes:
         odd = sorted(map(str, set(train.classes) ^ set(held_out.classes)))
         raise ConfigError(
-            f"The training's and the held-out classes in {data_dir} differ in {', '.join(odd[:5])}. "
+            f"The training's and the held-out classes in {data_dir} differ in {shorten_names(odd, 5)}. "
             "A class is numbered by its place among the directories, so both parts must have the same ones."
         )
     train.transform = _transform(source, wanted, at_random=wanted.augment)

@@ -56,9 +56,8 @@ def check_loading(state: TrainingState) -> None:
             or not torch.equal(_as_bytes(now[name]), _as_bytes(one.to(state.device)))
         ]
     if lost:
-        more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
         raise ConfigError(
-            f"The weight {lost[0]!r}{more} is trained, but does not come back: it has another value after `Recipe.model` loads its own `state_dict`, so each resume "
+            f"The weight {shorten_names([*map(repr, lost)], 1)} is trained, but does not come back: it has another value after `Recipe.model` loads its own `state_dict`, so each resume "
             "would change it. Have `state_dict` return it unchanged and `load_state_dict` set it; or do not train it (`requires_grad_(False)`)."
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ddp_hpc.base.names import plural
+from ddp_hpc.base.names import plural, shorten_names
 from ddp_hpc.run.run_dir.timeline import Mark
 from ddp_hpc.watch.attempt_times import AttemptTime
 from ddp_hpc.watch.report.axes import clock_axis
@@ -69,7 +69,7 @@ def _row(time: AttemptTime, begin: float, end: float, marks: Sequence[Mark]) -> 
     return {
         "number": attempt.attempt,
         "job": attempt.job_id if attempt.cluster == "slurm" else f"process {attempt.pid}",
-        "nodes": ", ".join(names) if len(names) <= 4 else f"{len(names)} nodes: {', '.join(names[:3])}, ...",
+        "nodes": shorten_names(names, 4),
         "started": moment(attempt.started_at),
         "ran": duration(time.length_s),
         "steps": _steps_text(time),

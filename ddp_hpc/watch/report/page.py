@@ -9,7 +9,7 @@ from typing import Any
 
 from ddp_hpc import __version__
 from ddp_hpc.base.discretion import escape_controls, mask_secrets, value_or_hidden
-from ddp_hpc.base.names import plural
+from ddp_hpc.base.names import plural, shorten_names
 from ddp_hpc.run.run_dir.machine_use import merge_uses, use_texts
 from ddp_hpc.run.run_dir.software_versions import Environment, change_texts
 from ddp_hpc.watch.attempt_times import KINDS
@@ -182,8 +182,7 @@ def _changes(run: RunData) -> Iterable[tuple[int, str]]:
     for attempt, one in sorted(run.environments.items()):
         changes = [] if before is None else [*change_texts(before, one)]
         if changes:
-            more = f"; {len(changes) - _MOST_CHANGES} more" if len(changes) > _MOST_CHANGES else ""
-            yield attempt, "; ".join(changes[:_MOST_CHANGES]) + more
+            yield attempt, shorten_names(changes, _MOST_CHANGES, between="; ")
         before = one
 
 

@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ddp_hpc.base.names import plural
+from ddp_hpc.base.names import plural, shorten_names
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.watch.report import charts
 from ddp_hpc.watch.report.axes import ChartAxis, axis
@@ -149,7 +149,7 @@ def _failures(points: Sequence[SweptRun]) -> list[tuple[str, str, str]]:
         (
             plural(len(same), "point"),
             same[0].status.reason or same[0].status.state,
-            ", ".join(one.name for one in same[:3]) + (" ..." if len(same) > 3 else ""),
+            shorten_names([one.name for one in same], 3),
         )
         for same in ordered
     ]
