@@ -22,7 +22,7 @@ from benchmarks.rounds import Benchmark, Row, Samples, Verdict, judge, run_round
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.replays import record_digest
 from ddp_hpc.run.spec import IntegritySpec
-from ddp_hpc.train.state import digests
+from ddp_hpc.train.state import digests, training_state
 from ddp_hpc.train.state.training_state import TrainingState
 
 EVERY = IntegritySpec().every_steps or 0
@@ -66,7 +66,11 @@ def costs(name: str, run: RunDir) -> Mapping[str, float]:
 
     def compare() -> None:
         record_digest(
-            run, attempt=0, step=0, world_size=2, digest=digests.combined_digest(digests.digests_of_state(state))
+            run,
+            attempt=0,
+            step=0,
+            world_size=2,
+            digest=digests.combined_digest(digests.digests_of_tensors(training_state.replicated_tensors(state))),
         )
 
     step()
