@@ -16,7 +16,7 @@ from hypothesis import settings
 from xdist.scheduler import LoadScopeScheduling
 
 # A shared machine may be slow at any moment; a slow example is no failure. The campaign of hostile input tries 200,000.
-settings.register_profile("ddp_hpc", deadline=None, max_examples=50)
+settings.register_profile("ddp_hpc", deadline=None)
 settings.load_profile("ddp_hpc")
 
 FOREIGN_PREFIXES = ("DDP_HPC", "SLURM_", "MASTER_", "TORCHELASTIC_")
