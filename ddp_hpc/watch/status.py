@@ -33,6 +33,8 @@ State = Literal[
 for `SILENCE_S`. Else how the newest attempt ended."""
 
 ALIVE = frozenset({"waiting", "starting", "running", "stopping"})
+_KILLED = frozenset({"waiting", "interrupted", "unknown", "cancelled"})
+"""States of a run whose processes may have been killed at any moment."""
 SILENCE_S = 120.0
 """A run on another host that has written nothing for longer may have died."""
 SLURM_SILENCE_S = 20.0
@@ -147,8 +149,6 @@ def read_status(run: RunDir, *, now: float, ask: AskSlurm | None = None, files: 
     A caller that polls passes the same `files` each time, so that unchanged files are not read again.
     """
     seen = observe(run, now=now, host=processes.host_name(), files=files or ReadCache())
-    if files is None:  # a caller that polls is told soon enough by the watcher, which lists the files every few seconds
-        seen = replace(seen, progress=_with_newest_saves(run, seen.progress))
     if ask is not None and seen.queued is not None and _needs_slurm(seen):
         job_id, sent_at = seen.queued.job_id, seen.queued.at
         seen = replace(seen, queue_status=ask(job_id, sent_at))
@@ -158,6 +158,8 @@ def read_status(run: RunDir, *, now: float, ask: AskSlurm | None = None, files: 
             is_over = seen.queue_status is not None and seen.queue_status.has_ended
             words = last_words(run, sent_at) if is_over else ""
             seen = replace(seen, waits_for=awaited_text(awaited), never_started=why, last_words=words)
+    if files is None and _state(seen) in _KILLED:  # of a script that ended, its watcher has listed the files
+        seen = replace(seen, progress=_with_newest_saves(run, seen.progress))
     return status_of(run, seen)
 
 
@@ -261,7 +263,7 @@ def status_of(run: RunDir, seen: Observation) -> RunStatus:
         slurm_state=asked.state if asked else None,
         starts_at=asked.starts_at if asked and has_start else None,
         last_checkpoint=seen.committed[-1] if seen.committed else None,
-        checkpoint_age_s=seen.now - saved_at if saved_at else None,
+        checkpoint_age_s=max(0.0, seen.now - saved_at) if saved_at else None,
         slow_ranks=[
             one
             for one in seen.slow_ranks
