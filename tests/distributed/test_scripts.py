@@ -413,6 +413,10 @@ def test_a_script_that_asks_to_be_started_again_finishes_part_by_part_without_sl
     assert done.returncode == 0, done.stdout + done.stderr
     ends = [(one.cause, one.next) for one in place.attempts("parts")]
     assert ends == [*[("script asked", "in place")] * 4, ("finished", "")]
+    assert "there already" not in done.stdout
+    other = place.submit(("script.progress=part-*", "name=other"), "python", "parts.py")
+    assert f"{place.path}/part-0, " in other.stdout
+    assert "and 2 more: there already; if the script looks for that, it goes on from it" in other.stdout
 
 
 KILLED = """

@@ -65,7 +65,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
-    """Certify the script on this machine, and print the verdicts."""
     from ddp_hpc.cluster.slurm.allocation import is_in_job
     from ddp_hpc.cluster.slurm.own_job import without_ended_job
     from ddp_hpc.prove.certify.certificate import CERTIFICATE

@@ -20,7 +20,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
-    """Ask, and delete the run or the sweep."""
     from ddp_hpc.launch.sweep.sweep_dir import sweep_named  # late: `--help` needs none of it
 
     sweep_dir = sweep_named(args.run, chosen_runs_dir(args.runs_dir, environment))

@@ -47,7 +47,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
-    """Run the drill, and print its result."""
     out = sys.stderr if args.json else sys.stdout
     report = _make_drill(args, environment, lambda text: print(text, file=out, flush=True)).run_drill()
     print(as_json(asdict(report)) if args.json else _as_text(report))

@@ -35,7 +35,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
-    """Ask the run to go back into the queue, or Slurm to begin it."""
     from ddp_hpc.launch.submission.backend import backend_of  # late: `--help` needs no back end
 
     run_dir = chosen_own_run(args, environment)

@@ -14,13 +14,14 @@ import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TextIO
 
 from ddp_hpc.base.discretion import is_key_shown, value_or_hidden
 from ddp_hpc.base.errors import ConfigError
+from ddp_hpc.base.names import shorten_names
 from ddp_hpc.base.patience import ask_once, await_answer
 from ddp_hpc.cli import INTERRUPTED_CODE
 from ddp_hpc.cli.formatting import as_json
@@ -98,6 +99,8 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
         return start_sweep(request, points, backend, args, stays=stays)
     run_dir = request.run
     changed = _config_changes(run_dir, request.spec)
+    if args.fresh or not run_dir.config.exists():
+        changed += _notes_on_earlier_saves(request.spec)
     _note_stopping(run_dir, backend)
     from ddp_hpc.launch.submission.removal import rename_aside  # late: a dry run writes nothing
 
@@ -105,8 +108,6 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
         submission = _submit(request, backend)
     if aside is not None:
         changed.append(f"the earlier run {run_dir.name} was renamed to {aside}")
-        if request.spec.script.is_set:
-            changed.append("what the script has saved elsewhere stays: if it looks for that, it goes on from it")
     out = sys.stderr if args.json else sys.stdout
     news = [*changed, *submission.notes] if submission.state in {"started", "queued"} else []
     word = typed_name(submission.run, environment)
@@ -144,6 +145,18 @@ def _make_request(
     from ddp_hpc.launch.sweep.chain import add_dependency  # late: most runs wait for none
 
     return add_dependency(request, args.after, backend)
+
+
+def _notes_on_earlier_saves(spec: RunSpec) -> list[str]:
+    """Return a line where a new run's script finds files that another run of it has saved."""
+    from ddp_hpc.run.workload.script_progress import find_saved_files  # late: recipes need none
+
+    files: list[str] = []
+    with suppress(OSError):  # a note is no reason to refuse
+        files = [*find_saved_files(spec.script.progress, Path.cwd())] if spec.script.progress else []
+    return (
+        [f"{shorten_names(files, 3)}: there already; if the script looks for that, it goes on from it"] if files else []
+    )
 
 
 def _note_stopping(run_dir: RunDir, backend: Backend) -> None:

@@ -31,7 +31,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
-    """Start the points, follow the sweep, or cancel it."""
     from ddp_hpc.launch.sweep.manage_sweep import cancel_sweep, continue_sweep  # late: `--help` needs none of it
     from ddp_hpc.launch.sweep.sweep_dir import find_sweep
 

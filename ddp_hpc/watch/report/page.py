@@ -180,8 +180,7 @@ def _environment(run: RunData) -> list[tuple[str, str]]:
 def _changes(run: RunData) -> Iterable[tuple[int, str]]:
     before: Environment | None = None
     for attempt, one in sorted(run.environments.items()):
-        changes = [] if before is None else [*change_texts(before, one)]
-        if changes:
+        if before is not None and (changes := [*change_texts(before, one)]):
             yield attempt, shorten_names(changes, _MOST_CHANGES, between="; ")
         before = one
 
