@@ -46,7 +46,8 @@ def _row(name: str, text: str) -> str:
 
 
 def _rows(run: RunDir, ledger: Ledger, attempt: Attempt, verdict: Verdict, *, word: str) -> Iterator[tuple[str, str]]:
-    yield "run", f"{run.name}, attempt {attempt.attempt} of {len(ledger.attempts)}  ({run.path})"
+    which = "the newest" if attempt == ledger.newest else f"the newest is {ledger.attempts[-1].attempt}"
+    yield "run", f"{run.name}, attempt {attempt.attempt}, {which}  ({run.path})"
     if attempt.ending is None and verdict.basis == "none" and verdict.rank is None:
         yield (
             "why",

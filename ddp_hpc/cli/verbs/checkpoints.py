@@ -23,7 +23,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
-    """Print the table, the digest, or both as JSON."""
     run_dir = chosen_run(args, environment)
     is_listed = args.verify or not args.digest
     infos = list_checkpoints(run_dir, verify=args.verify) if is_listed else []
