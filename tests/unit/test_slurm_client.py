@@ -15,6 +15,12 @@ NO_CLUSTER = (
     "scontrol: error: fetch_config: DNS SRV lookup failed\nscontrol: fatal: Could not establish a configuration source"
 )
 
+CONFIGLESS_DOWN = (
+    "scontrol: error: _fetch_child: failed to fetch remote configs: Unable to contact slurm controller (connect failure)\n"
+    "scontrol: fatal: Could not establish a configuration source"
+)
+"""What Slurm 22.05 prints on a host without slurm.conf while the controller is down."""
+
 Slurm = Callable[..., Mapping[str, str]]
 
 
@@ -40,7 +46,9 @@ def test_what_a_job_around_us_left_is_dropped() -> None:
     environ = {
         "HOME": "/home/ada",
         "SLURM_CONF": "/etc/slurm.conf",
+        "SLURM_CONF_SERVER": "head",
         "SLURM_JWT": "token",
+        "SLURM_SACK_SOCKET": "/run/sack",
         "SLURM_JOB_ID": "7",
         "SLURMD_NODENAME": "node1",
         "SBATCH_PARTITION": "gpu",
@@ -54,8 +62,9 @@ def test_what_a_job_around_us_left_is_dropped() -> None:
 
     clean = client.clean_environ(environ)
 
-    kept = {"HOME", "SLURM_CONF", "SLURM_JWT", "PMIRROR"}
-    assert clean == {name: environ[name] for name in kept} | {"SLURM_TIME_FORMAT": "standard"}
+    kept = {"HOME", "SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT", "SLURM_SACK_SOCKET", "PMIRROR"}
+    added = {"SLURM_TIME_FORMAT": "standard", "SLURM_BITSTR_LEN": "0"}
+    assert clean == {name: environ[name] for name in kept} | added
     assert client.inherited_names(environ) == sorted(environ.keys() - kept)
     assert client.without_inherited_argv({"SLURM_JOB_ID": "7", "HOME": "/"}) == ["env", "--unset=SLURM_JOB_ID"]
 
@@ -83,6 +92,7 @@ def test_without_a_path_nothing_is_found() -> None:
     "said",
     [
         NO_CONTACT,
+        CONFIGLESS_DOWN,
         "slurm_load_jobs error: Socket timed out on send/recv operation",
         "sacct: error: Problem talking to the database: Connection refused",
     ],
@@ -116,6 +126,7 @@ def test_commands_without_a_cluster_are_told_with_what_is_missing(slurm: Slurm) 
 
 def test_a_cluster_that_does_not_answer_is_here(slurm: Slurm) -> None:
     assert client.is_here(slurm(scontrol="echo 'Slurmctld(primary) at head is DOWN'; exit 1", sbatch=""))
+    assert client.is_here(slurm(scontrol=failing(CONFIGLESS_DOWN)))
 
 
 def test_a_host_with_sbatch_alone_is_one_of_a_cluster_and_the_rest_is_told_to_be_missing(

@@ -24,6 +24,7 @@ from ddp_hpc.cluster.slurm.states import ENDED, JobState, explain_reason, has_en
         ("CANCELLED", "cancelled"),
         ("CANCELLED by 1000", "cancelled"),
         ("CANCELLED+", "cancelled"),
+        ("REVOKED", "running"),
         ("PREEMPTED", "preempted"),
         ("TIMEOUT", "timeout"),
         ("DEADLINE", "timeout"),

@@ -270,6 +270,11 @@ def test_a_run_whose_answer_from_sbatch_was_lost_stays_and_its_job_is_found_agai
     assert (again.state, again.job_id, len(jobs_sent(cluster))) == ("waiting", "8", sent)
     assert "Job 8 of net still waits or runs" in str(slurm.why_in_use(run, cluster.environ))
 
+    cluster.has(
+        "squeue", f"""printf '7\\037%s\\036\\n' "$(cat {tmp_path}/sent)" """
+    )  # it was cancelled, and is COMPLETING
+    assert "Job 8 of net still waits or runs" in str(slurm.why_in_use(run, cluster.environ))
+
 
 def test_a_run_that_slurm_refuses_goes_and_one_that_was_interrupted_stays(tmp_path: Path, cluster: FakeSlurm) -> None:
     run = RunDir(tmp_path / "runs" / "net")

@@ -137,8 +137,8 @@ def is_one_of_many_tasks(environ: Mapping[str, str]) -> bool:
     return allocation is not None and allocation.step is not None and allocation.step.world_size > 1
 
 
-CLUSTER_VARIABLES = frozenset({"SLURM_CONF", "SLURM_JWT"})
-"""Variables that name the cluster's configuration and the user's credentials."""
+CLUSTER_VARIABLES = frozenset({"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT", "SLURM_SACK_SOCKET"})
+"""Variables that say where the cluster's configuration and the user's credentials are."""
 
 
 def without_job(environ: Mapping[str, str]) -> dict[str, str]:

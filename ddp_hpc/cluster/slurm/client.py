@@ -56,10 +56,10 @@ def inherited_names(environ: Mapping[str, str]) -> list[str]:
 
 
 def clean_environ(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment for Slurm's commands: without a job's variables, and with times in the format that `times` reads."""
+    """Return the environment for Slurm's commands: without a job's variables, with times as `times` reads them, and with whole lists of tasks."""
     dropped = set(inherited_names(environ))
     clean = {name: value for name, value in environ.items() if name not in dropped}
-    return {**clean, "SLURM_TIME_FORMAT": "standard"}
+    return {**clean, "SLURM_TIME_FORMAT": "standard", "SLURM_BITSTR_LEN": "0"}
 
 
 def without_inherited_argv(environ: Mapping[str, str]) -> list[str]:
@@ -99,6 +99,11 @@ def is_here(environ: Mapping[str, str]) -> bool:
         return True
 
 
+def _finds_no_cluster(answer: Answer) -> bool:
+    # A command that has no slurm.conf on this host asks the controller for it (https://slurm.schedmd.com/configless_slurm.html).
+    return _NO_CLUSTER.search(answer.stderr) is not None and not is_no_answer(answer.stderr)
+
+
 def is_no_answer(text: str) -> bool:
     """Tell whether a command failed because Slurm does not answer."""
     return _NO_ANSWER.search(text) is not None
@@ -108,14 +113,14 @@ def ask(argv: Sequence[str], environ: Mapping[str, str], *, timeout_s: float = T
     """Run a command of Slurm and return its answer, which the caller checks; a nonzero exit code does not raise."""
     require(argv[0], environ)
     answer = _run(argv, clean_environ(environ), timeout_s=timeout_s, stdin=stdin)
-    if answer.returncode != 0 and _NO_CLUSTER.search(answer.stderr):
-        raise ConfigError(
-            f"ddp-hpc needs Slurm, but `{argv[0]}` finds no cluster on this host: {_line(answer, _NO_CLUSTER)}. Go to a login "
-            "node, set SLURM_CONF, or run on this machine with `--cluster local`."
-        )
     if answer.returncode != 0 and is_no_answer(answer.stderr):
         raise SlurmUnavailableError(
             f"Slurm does not answer: `{argv[0]}` prints {_line(answer, _NO_ANSWER)!r}. Try again later."
+        )
+    if answer.returncode != 0 and _finds_no_cluster(answer):
+        raise ConfigError(
+            f"ddp-hpc needs Slurm, but `{argv[0]}` finds no cluster on this host: {_line(answer, _NO_CLUSTER)}. Go to a login "
+            "node, set SLURM_CONF, or run on this machine with `--cluster local`."
         )
     return answer
 
@@ -335,7 +340,7 @@ def controller(environ: Mapping[str, str], *, timeout_s: float = TIMEOUT_S) -> L
     """Tell whether a controller answers; `none` where this host belongs to no cluster, `unclear` where Slurm's words do not say."""
     require("scontrol", environ)
     answer = _run(["scontrol", "ping"], clean_environ(environ), timeout_s=timeout_s)
-    if _NO_CLUSTER.search(answer.stderr):
+    if _finds_no_cluster(answer):
         return "none"
     is_up = queries.parse_ping(answer.stdout)
     return "unclear" if is_up is None else "up" if is_up else "down"

@@ -462,7 +462,7 @@ def refusal_code(text: str) -> str:
 
 def steps_argv(job_id: str) -> list[str]:
     """List the running steps of a job."""
-    return ["squeue", "--noheader", "--steps", f"--jobs={job_id}", "--format=%i"]
+    return ["squeue", "--all", "--noheader", "--steps", f"--jobs={job_id}", "--format=%i"]
 
 
 def parse_steps(text: str) -> list[str]:

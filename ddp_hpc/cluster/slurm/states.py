@@ -49,7 +49,7 @@ _STATES: dict[str, JobState] = {
     "LAUNCH_FAILED": "failed",
     "RECONFIG_FAIL": "failed",
     "CANCELLED": "cancelled",
-    "REVOKED": "cancelled",  # another cluster of the federation runs it
+    "REVOKED": "running",  # by another cluster of the federation
     "PREEMPTED": "preempted",
     "TIMEOUT": "timeout",
     "DEADLINE": "timeout",
