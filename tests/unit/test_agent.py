@@ -248,6 +248,28 @@ def test_told_to_end_an_agent_ends_workers_that_do_not_leave_and_stays_for_the_n
     assert read_failures(run, 0) == []  # whom the agent killed did not fail
 
 
+@pytest.mark.parametrize(
+    ("workers", "joint"),
+    [
+        pytest.param([], exit_codes.FAILED, id="script"),
+        pytest.param(["--teardown-s", "600"], exit_codes.FINISHED, id="recipe"),
+    ],
+    indirect=["workers"],
+)
+def test_a_rank_that_is_killed_after_another_has_finished_had_finished_only_if_all_finish_together(
+    joint: int, run: RunDir, workers: AgentWorkers
+) -> None:
+    """Of a script, rank zero alone may still evaluate and save."""
+    (run.path.parent / "deed-0-1").write_text("0")
+    workers.begin(0, None)
+    finished = pids(run, 0)[1]
+    until(lambda: not psutil.pid_exists(finished))
+
+    workers.end()
+
+    assert await_news(workers) == joint
+
+
 def test_when_the_line_is_closed_nobody_is_left(run: RunDir, workers: AgentWorkers) -> None:
     workers.begin(0, None)
     everybody = pids(run, 0)

@@ -348,13 +348,15 @@ class Agent:
         """Record a worker's exit code, write the report that a killed worker could not write, set the others' deadline."""
         is_ours = group.was_cut and code == -signal.SIGKILL
         first = next(iter(group.codes.values()), None)
-        if is_ours and first in exit_codes.GOOD_CODES:
-            code = first  # it had committed with the others, and hung only on its way to exit
+        if is_ours and first in exit_codes.GOOD_CODES and self._arguments.teardown_s is not None:
+            code = first  # it had committed with the others, and hung only on its way to exit; a script may still have to save
         group.codes[rank] = code
         if code not in exit_codes.GOOD_CODES and not is_ours and group.deadline is None:
             write_rank_end(self._run, group.attempt, rank, code)
-        if code < 0 and not is_ours:
-            path, log = self._run.rank_error(group.attempt, rank), self._run.rank_log(group.attempt, rank)
+        path, log = self._run.rank_error(group.attempt, rank), self._run.rank_log(group.attempt, rank)
+        if (
+            code < 0 and not is_ours and not path.exists()
+        ):  # a rank that has reported its error may end by NCCL's signal
             report_killed(path, -code, rank=rank, log=log, memory_ran_out=whose_memory_ran_out(group.memory_kills))
         limit_s = self._arguments.teardown_s if code in exit_codes.GOOD_CODES else REPORT_WAIT_S
         if limit_s is not None:
