@@ -216,7 +216,8 @@ class TaskWorkers(Workers):
     def stop(self) -> None:
         """Ask by the signal that srun passes on, and by the file that rank zero looks for."""
         with suppress(OSError):  # the disk may be full; the signal reaches most ranks all the same
-            if not ownership.is_fenced(self._run, self._attempt):  # the file would stop a newer attempt
+            # The file would stop a newer attempt; and a user's own says what is to follow.
+            if not ownership.is_fenced(self._run, self._attempt) and not self._run.stop_request.exists():
                 ask_to_stop(self._run, by="supervisor")
         if self._step:
             self._step.ask_to_stop()

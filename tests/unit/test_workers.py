@@ -19,7 +19,7 @@ from ddp_hpc.job.wire.endpoint import Endpoint
 from ddp_hpc.job.workers import AgentWorkers, TaskWorkers, Workers
 from ddp_hpc.run.run_dir.ledger import record_start
 from ddp_hpc.run.run_dir.paths import RunDir
-from ddp_hpc.run.run_dir.records import read_stop_request, write_rank_zero_exit
+from ddp_hpc.run.run_dir.records import ask_to_stop, read_stop_request, write_rank_zero_exit
 from tests.made_run import add_failure, make_run
 from tests.unit.held_signals import signals_held_back
 
@@ -460,6 +460,19 @@ def test_tasks_are_told_to_stop_by_signal_and_by_file_and_the_file_is_not_the_us
     assert tasks.notes[1:] == ["SIGUSR2"]
     assert run.stop_request.exists()
     assert read_stop_request(run) is None
+
+
+def test_a_stop_that_the_user_has_asked_for_stays_the_users_when_slurm_asks_too(run: RunDir) -> None:
+    tasks = Tasks(run, "wait")
+    tasks.workers.begin(0, ENDPOINT)
+    until(lambda: tasks.notes)
+    write_rank_zero_exit(run, 0, STOPPED)
+    ask_to_stop(run)
+
+    tasks.workers.stop()
+
+    assert await_news(tasks.workers) == STOPPED
+    assert read_stop_request(run) == "end"
 
 
 def test_tasks_of_an_ousted_attempt_leave_no_file_that_would_stop_the_newer_one(run: RunDir) -> None:
