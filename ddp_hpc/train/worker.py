@@ -156,7 +156,7 @@ def main(run_path: str, environ: Mapping[str, str], *, attempt: int, listen_fd: 
         step = training.state.position.step if training else 0
         error = explain_nan_check(raised, run, rank=rank_info.rank, step=step) or raised
         failure = make_failure(error, rank=rank_info.rank, log=run.rank_log(attempt, rank_info.rank), phase=phase)
-        is_lost = isinstance(error, RuntimeError) and is_lost_connection(failure.exception)
+        is_lost = is_lost_connection(failure.exception)
         _report(run, attempt, replace(failure, step=step, is_secondary=is_lost), training)
         if training:
             training.phases.close()

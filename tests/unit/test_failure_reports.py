@@ -135,6 +135,32 @@ def test_nccl_says_of_another_rank_that_it_is_gone(text: str) -> None:
     assert is_lost_connection(f"DistBackendError: {text}")
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "ConnectionResetError: [Errno 104] Connection reset by peer",
+        "[rank0]: BrokenPipeError: [Errno 32] Broken pipe",
+        "requests.exceptions.ConnectionError: ('Connection aborted.', ConnectionResetError(104, 'Connection reset by peer'))",
+        "botocore.exceptions.EndpointConnectionError: Connection reset by peer",
+    ],
+)
+def test_a_connection_to_something_else_than_a_rank_is_not_one_to_a_rank(text: str) -> None:
+    assert not is_lost_connection(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "RuntimeError: [gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:48712",
+        "[rank0]: torch.distributed.DistNetworkError: failed to recv, got 0 bytes",
+        "torch.distributed.DistBackendError: socketProgress: Connection closed by remote peer",
+        "socketPollConnect: connect returned Connection refused, exceeded error retry count",
+    ],
+)
+def test_a_connection_to_a_rank_is_one_with_each_beginning_of_its_line(text: str) -> None:
+    assert is_lost_connection(text)
+
+
 @pytest.mark.parametrize("text", [text for text, _ in NCCL_CUDA])
 def test_an_error_of_this_rank_is_no_lost_connection(text: str) -> None:
     assert not is_lost_connection(f"DistBackendError: {text}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import sys
 import time
@@ -122,6 +123,8 @@ _LOST_CONNECTION_TEXTS = (
 )
 _STORE_ERROR_TEXTS = ("The server socket has failed to listen", "(gai error:")
 """The store's own errors before it has met any other rank: its port is in use, or the address has no name."""
+_OTHER_ERROR = re.compile(r"(\[\w+\]:? *)?(?!RuntimeError|torch\.|Dist|nccl)[\w.]*(Error|Exception|Timeout)\b")
+"""The beginning of an exception that PyTorch does not raise for another rank: a storage's or a web service's connection may break, too."""
 _DEVICE_TEXTS = ("CUDA error", "Cuda failure", "HIP error", "ECC error", "cuDNN error")
 _CODE_ERROR_TEXTS = (
     *("device-side assert triggered", "invalid device ordinal", "invalid argument", "invalid configuration argument"),
@@ -135,9 +138,8 @@ access that was illegal is not among them, as a broken device causes it, too."""
 
 def is_lost_connection(text: str) -> bool:
     """Tell whether an exception's text, with its type, says that another rank is gone: gloo, NCCL and the store say so."""
-    return any(phrase in text for phrase in _LOST_CONNECTION_TEXTS) and not any(
-        phrase in text for phrase in _STORE_ERROR_TEXTS
-    )
+    is_other = any(phrase in text for phrase in _STORE_ERROR_TEXTS) or _OTHER_ERROR.match(text)
+    return not is_other and any(phrase in text for phrase in _LOST_CONNECTION_TEXTS)
 
 
 def is_hardware_error(error: BaseException) -> bool:
