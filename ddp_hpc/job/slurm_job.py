@@ -134,7 +134,10 @@ class SlurmJob:
         client.requeue(self.allocation.scontrol_id, self.environ)
 
     def submit_next(self, script: Path, excluded: str, spec: LaunchSpec) -> str:
-        """Submit a job that starts after this one, in the same place; return its id."""
+        """Submit a job that starts after this one, in the same place, unless an sbatch whose answer was lost has; return its id."""
+        own = self.allocation.array_job_id or self.job_id
+        if sent := client.newest_job_of_script(script.parent, f"/{script.name}", self.environ, after=[own]):
+            return sent
         options = [f"--dependency=afterany:{self.job_id}", *([f"--exclude={excluded}"] if excluded else [])]
         job = self.query_record()
         place = [] if job is None else _changed_sbatch_options(job, spec)

@@ -45,6 +45,18 @@ def test_a_successor_is_a_new_job_behind_this_one(supervised: Make) -> None:
     assert noted.job_id == "8"
 
 
+def test_a_successor_whose_answer_was_lost_is_not_submitted_again(supervised: Make) -> None:
+    one = supervised(restart=RestartSpec(by="successor"))
+    one.slurm.has("squeue", f"""printf '7\\037{one.run.job_script}\\036\\n8\\037{one.run.job_script}\\036\\n'""")
+
+    one.ends(STOPPED)
+
+    noted = read_queued_job(one.run)
+    assert one.slurm.orders("sbatch") == []
+    assert noted is not None
+    assert noted.job_id == "8"
+
+
 HIGH = "echo 'JobId=7 JobName=x UserId=u(1) Account=lab QOS=gold JobState=RUNNING TimeLimit=00:33:00 Partition=high NodeList=node1 Command=x'"
 
 

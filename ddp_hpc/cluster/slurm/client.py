@@ -7,7 +7,7 @@ import pwd
 import re
 import shutil
 import subprocess
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Literal
@@ -189,9 +189,10 @@ def job_scripts(environ: Mapping[str, str]) -> dict[str, str]:
     return queries.parse_job_scripts(_stdout(queries.job_scripts_argv(user_name()), environ))
 
 
-def newest_job_of_script(folder: Path, name: str, environ: Mapping[str, str], *, but: Collection[str]) -> str | None:
-    """Return the newest job in the queue, `but` for some, whose script lies in a directory and has a name that begins so (`/job.sbatch`)."""
-    folders = {job: text.rpartition(name)[0] for job, text in job_scripts(environ).items() if job not in but}
+def newest_job_of_script(folder: Path, name: str, environ: Mapping[str, str], *, after: Iterable[str]) -> str | None:
+    """Return the newest job in the queue whose script lies in a directory and has a name that begins so (`/job.sbatch`), `after` all these jobs."""
+    oldest = max(map(int, after), default=0)  # an older job that was cancelled may take minutes to end
+    folders = {job: text.rpartition(name)[0] for job, text in job_scripts(environ).items() if int(job) > oldest}
     found = (job for job, where in folders.items() if where and Path(where).resolve() == folder.resolve())
     return max(found, key=int, default=None)
 

@@ -116,7 +116,10 @@ def _record_last_end(run: RunDir, conclusion: Conclusion, reason: str, *, cause:
     """Record that nothing follows after all; `cause` is set where the user decided so."""
     sys.stderr.write(f"note: {reason}\n")
     end = replace(conclusion.end, next=Next.NOTHING, reason=reason)
-    record_end(run, conclusion.attempt, replace(end, cause=cause, ending=requeue.RULES[cause].ending) if cause else end)
+    with best_effort():  # on a full disk, too, the job does not go back
+        record_end(
+            run, conclusion.attempt, replace(end, cause=cause, ending=requeue.RULES[cause].ending) if cause else end
+        )
 
 
 def _excluded_nodes_text(context: JobContext, failed: Sequence[str]) -> str:

@@ -197,8 +197,10 @@ def _newest_job(run: RunDir, environ: Mapping[str, str]) -> QueuedJob | None:
     # Those that were answered are links by now.
     if all(path.is_symlink() for path in run.submitit.glob(f"{SENT_SCRIPT_PREFIX}*")) or not client.is_here(environ):
         return job
-    lost = client.newest_job_of_script(run.submitit, f"/{SENT_SCRIPT_PREFIX}", environ, but={job.job_id} if job else ())
-    if lost is not None and (job is None or int(lost) > int(job.job_id)):  # an older job may take minutes to end
+    lost = client.newest_job_of_script(
+        run.submitit, f"/{SENT_SCRIPT_PREFIX}", environ, after=[job.job_id] if job else ()
+    )
+    if lost is not None:
         begun = (one.attempt for one in Ledger.read(run).attempts if one.job_id == lost)
         job = _record_job(run, lost, next(begun, ownership.next_attempt(run)), client.config(environ).name)
     return job

@@ -177,7 +177,7 @@ def _lost_array_id(sweep: Sweep, environ: Mapping[str, str]) -> str | None:
     try:
         # By the script's directory, as another sweep or run may have the same name.
         known = {array.job_id for array in sweep.arrays}
-        return client.newest_job_of_script(sweep.dir.path, "/job.sbatch", environ, but=known)
+        return client.newest_job_of_script(sweep.dir.path, "/job.sbatch", environ, after=known)
     except SlurmUnavailableError as error:
         raise SlurmUnavailableError(
             f"An earlier sbatch for points of {sweep.dir.name} got no answer, so ddp-hpc must ask Slurm whether their jobs exist before it submits "
