@@ -60,6 +60,7 @@ def test_an_exception_is_no_nodes_failure(supervised: Make) -> None:
         ({"exception": "lost its connection", "signal": 6, "is_secondary": True}, False),
         ({"exception": "killed by SIGABRT", "signal": 6, "is_code_error": True}, False),
         ({"exception": "RuntimeError: CUDA error: uncorrectable ECC error", "is_hardware": True}, True),
+        ({"exception": "killed by SIGKILL", "signal": 9, "memory_ran_out": "of the job,"}, False),
         ({"exception": "ValueError: killed by SIGKILL, said a user's own message"}, False),
         ({"exception": "killed by SIGKILL"}, False),
         ({"exception": "ValueError: no CUDA error, NCCL error or ECC error was expected"}, False),
@@ -76,6 +77,22 @@ def test_a_node_is_blamed_by_the_fields_of_a_report_and_not_by_its_words(
 
     assert one.last.failed_nodes == (("node2",) if is_nodes else ())
     assert str(known["exception"]) in one.last.reason
+
+
+@pytest.mark.parametrize(
+    ("is_secondary", "cause", "nodes"), [(False, "worker crashed", ()), (True, "node failed", ("node2",))]
+)
+def test_a_node_that_is_silent_while_a_rank_elsewhere_fails_of_itself_has_not_failed(
+    supervised: Make, *, is_secondary: bool, cause: str, nodes: tuple[str, ...]
+) -> None:
+    """It may import PyTorch from a slow file system, and reads no order meanwhile."""
+    one = supervised()
+    attempt = one.begin()
+    add_failure(one.run, attempt, rank=0, exception="FileNotFoundError: train.tar", is_secondary=is_secondary)
+
+    conclude_attempt(one.context, attempt, replace(CRASHED, lost_nodes=("node2",)))
+
+    assert (one.last.cause, one.last.failed_nodes) == (cause, nodes)
 
 
 def test_an_attempt_that_lost_the_run_leaves_the_word_to_the_newer_one(supervised: Make) -> None:

@@ -35,7 +35,8 @@ def failed_nodes(
         case Cause.HANG | Cause.WORKER_CRASHED if failure is not None:
             is_refusal = evidence.outcome.code == exit_codes.REFUSED  # its node lacks what others have, such as a mount
             is_hang_of_node = cause == Cause.HANG and failure.phase != "building"
-            is_crash = failure.signal is not None and not (failure.is_secondary or failure.is_code_error)
+            is_own = failure.is_secondary or failure.is_code_error or failure.memory_ran_out
+            is_crash = failure.signal is not None and not is_own
             host = failure.host if is_refusal else None
             node = context.node_of(failure.rank) if failure.rank >= 0 else host
             is_nodes = is_refusal or is_hang_of_node or is_crash or failure.is_hardware

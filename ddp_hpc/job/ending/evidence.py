@@ -57,7 +57,11 @@ def gather_evidence(context: JobContext, attempt: int, outcome: Outcome) -> Evid
         has_trained=has_trained(same_input),
         # A rank that reported its own failure ended by that, and not by a watchdog: its log may hold stacks that it dumped itself.
         has_stacks=all(one.is_secondary for one in failures) and has_stacks(run, attempt, world_size),
-        lost_nodes=[*outcome.lost_nodes, *outcome.avoided_nodes],
+        # A node that is silent may still import PyTorch while a rank elsewhere fails of itself; a dead one, Slurm names below.
+        lost_nodes=[
+            *(() if any(not one.is_secondary for one in failures) else outcome.lost_nodes),
+            *outcome.avoided_nodes,
+        ],
         now=time.time(),
         lead_s=context.spec.slurm.signal_lead_s,
         restart=slurm_job.allocation.restart_count if slurm_job else 0,

@@ -6,7 +6,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-from ddp_hpc.base import exit_codes
+from ddp_hpc.base import exit_codes, processes
 from ddp_hpc.cluster.slurm.steps import probe_on_argv
 from ddp_hpc.job.job_context import JobContext, Outcome
 from ddp_hpc.job.wire.subprocesses import run_for_out_and_err
@@ -45,8 +45,8 @@ def explain_by_nodes(context: JobContext, attempt: int, outcome: Outcome) -> Out
         "note: the workers failed twice in a row without an error report; ddp-hpc now checks that each node can start Python and import their modules\n"
     )
     unable = _unable_nodes(context)
-    if not unable or len(unable) == len(context.nodes):
-        return outcome  # what holds for all is no node's fault
+    if not unable or len(unable) == len(context.nodes) or processes.is_stop_pending():
+        return outcome  # what holds for all is no node's fault, and a stop cuts the probe short
     reason = f"{', '.join(unable)} cannot start a worker's Python and import its modules; the {len(context.nodes) - len(unable)} other nodes can"
     return replace(outcome, code=exit_codes.FAILED, lost_nodes=unable, reason=reason)
 
@@ -58,7 +58,10 @@ def _unable_nodes(context: JobContext) -> tuple[str, ...]:
 
     def can_start(node: str) -> bool:
         argv = [*probe_on_argv([node]), *wrapper.srun_args, *wrapper.command, *imports]
-        return _CAN_START_MARKER in run_for_out_and_err(argv, environ=environ, timeout_s=TIMEOUT_S)[0]
+        return (
+            _CAN_START_MARKER
+            in run_for_out_and_err(argv, environ=environ, timeout_s=TIMEOUT_S, is_over=processes.is_stop_pending)[0]
+        )
 
     with ThreadPoolExecutor(_MOST_NODES_AT_ONCE) as pool:
         return tuple(
