@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -105,6 +106,46 @@ def test_buffers_with_gaps_in_memory_are_those_of_rank_zero_on_all_ranks(tmp_pat
         assert torch.equal(first[name], expected[name]), name
         assert torch.equal(second[name], expected[name]), name
     assert around == [0.0, 1.0] * 4, "what lies between the buffer's numbers was overwritten"
+
+
+def _evaluate_with_own_buffer(group: Group) -> list[float]:
+    recipe = a_recipe()
+    recipe.model.register_buffer("seen", torch.full((2,), float(group.rank_info.rank)))
+    recipe.model._ddp_params_and_buffers_to_ignore = ["seen"]  # type: ignore[assignment]  # as DDP's manual says
+    an_evaluator(group, recipe).evaluate(recipe.model)
+    return recipe.model.get_buffer("seen").tolist()
+
+
+def test_a_buffer_that_each_rank_keeps_for_itself_is_left_alone(tmp_path: Path) -> None:
+    assert in_group(2, _evaluate_with_own_buffer, tmp_path) == [[0.0, 0.0], [1.0, 1.0]]
+
+
+class WithCriterion(nn.Module):
+    """A model that has its loss, with batch norm, as a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.criterion = nn.Linear(5, 3), nn.BatchNorm1d(3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.body(inputs)
+        return outputs
+
+
+def _evaluate_average_with_criterion(group: Group) -> tuple[bool, bool]:
+    recipe, model = a_recipe(), WithCriterion()
+    recipe = replace(recipe, model=model, loss=lambda outputs, targets: loss(model.criterion(outputs), targets))
+    before = copy.deepcopy(model.state_dict())
+    average = copy.deepcopy(model)
+    evaluator = an_evaluator(group, recipe)
+    evaluator.start(average)
+    evaluator.evaluate(average)
+    is_same = all(torch.equal(one, before[name]) for name, one in model.state_dict().items())
+    return is_same, model.criterion.training
+
+
+def test_a_criterion_in_the_model_learns_nothing_when_the_average_is_evaluated(tmp_path: Path) -> None:
+    assert in_group(1, _evaluate_average_with_criterion, tmp_path) == [(True, True)]
 
 
 def _messages_of(group: Group, num_buffers: int) -> int:

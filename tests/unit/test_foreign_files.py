@@ -264,6 +264,49 @@ def test_a_folder_that_was_committed_before_is_committed_again(folder: Path, kee
     assert run.commit(again, keeps_folder=keeps_folder) == again == run.latest()
 
 
+def test_a_step_that_is_saved_again_is_replaced_once_the_new_one_is_whole(
+    claimed: RunDir, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def save(text: str) -> Path:
+        (folder / "model.pt").write_text(text)
+        return commit_files(claimed, folder, 2, attempt=0, world_size=1, keeps_folder=True)
+
+    def full(_: object) -> bytes:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    save("first")
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint_store, "manifest_bytes", full)
+        with pytest.raises(OSError, match="No space"):
+            save("second")
+    assert committed_steps(claimed) == [2]
+    assert (claimed.checkpoints / "step-00000002" / "model.pt").read_text() == "first"
+
+    newest = save("third")
+
+    assert (newest / "model.pt").read_text() == "third"
+    assert [path.name for path in claimed.checkpoints.iterdir() if path.name.startswith("step-")] == [newest.name]
+
+
+def test_an_ousted_attempt_leaves_the_newer_ones_checkpoint_of_its_step(
+    claimed: RunDir, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flush = foreign_files._flush_and_record
+
+    def flush_slowly(path: Path, below: Path) -> object:
+        recorded = flush(path, below)
+        monkeypatch.setattr(foreign_files, "_flush_and_record", flush)
+        claim_run(claimed, 1)
+        commit_files(claimed, folder, 2, attempt=1, world_size=1, keeps_folder=True)
+        return recorded
+
+    monkeypatch.setattr(foreign_files, "_flush_and_record", flush_slowly)
+    with pytest.raises(FencedError):
+        commit_files(claimed, folder, 2, attempt=0, world_size=1, keeps_folder=True)
+
+    assert committed_steps(claimed) == [2]
+
+
 def test_a_manifest_of_a_newer_ddp_hpc_is_one_of_ours(folder: Path) -> None:
     run = attach()
     committed = run.commit(folder, step=1)

@@ -166,16 +166,43 @@ def make_uncommitted_dir(run: RunDir, step: int, attempt: int) -> Path:
     return uncommitted
 
 
-def commit_checkpoint(run: RunDir, uncommitted: Path, manifest: Manifest) -> Path:
+def commit_checkpoint(run: RunDir, uncommitted: Path, manifest: Manifest, *, keeps_replaced: bool = True) -> Path:
     """Publish the directory `uncommitted` as a checkpoint; call it after all of them are on the disk.
 
-    If the step has a directory already, it can only be a checkpoint that did not verify: it is renamed first.
+    If the step has a directory already, it is renamed first. It can only be a checkpoint that did not verify, unless a script saves a step
+    again: then the newest save counts, as with `os.replace`, and the other one is not kept.
 
     Raises:
         FencedError: if another attempt has claimed the run.
     """
     with explain_if_fenced(uncommitted):
-        return _commit(run, uncommitted, manifest)
+        # The order is what survives a power cut: the shards' bytes (`write_shard`), the manifest's, the names of both in their
+        # directory, and only then the rename. rename(2) is atomic, but reaches the disk with the directory that holds the new name,
+        # so that one is flushed last (https://man7.org/linux/man-pages/man2/fsync.2.html, on directories).
+        with open_private(uncommitted / MANIFEST_NAME, "wb") as file:
+            file.write(manifest_bytes(manifest))
+            file.flush()
+            os.fsync(file.fileno())
+        fsync_path(uncommitted)
+        target = checkpoint_path(run, manifest.step)
+        # Rename at once, not after a look at the target: an attempt that waited long for its disk may be fenced by now, and what is
+        # at the target is then the newer attempt's. Such a rename fails because its source is gone, and has touched nothing.
+        try:
+            uncommitted.rename(target)
+        except OSError as error:
+            if error.errno not in _TAKEN_ERRNOS:
+                raise
+            aside = set_checkpoint_aside(target)
+            try:
+                uncommitted.rename(target)
+            except FileNotFoundError:  # fenced between the two
+                with suppress(OSError):
+                    aside.rename(target)
+                raise
+            if not keeps_replaced:
+                delete_directory(aside)
+        fsync_path(target.parent)
+        return target
 
 
 @contextmanager
@@ -191,34 +218,6 @@ def explain_if_fenced(uncommitted: Path) -> Iterator[None]:
             f"A newer attempt has taken over the run, so this one does not commit its checkpoint of step {step}. Nothing needs "
             "to be done: the newer attempt goes on from the checkpoint before."
         ) from error
-
-
-def _commit(run: RunDir, uncommitted: Path, manifest: Manifest) -> Path:
-    # The order is what survives a power cut: the shards' bytes (`write_shard`), the manifest's, the names of both in their
-    # directory, and only then the rename. rename(2) is atomic, but reaches the disk with the directory that holds the new name,
-    # so that one is flushed last (https://man7.org/linux/man-pages/man2/fsync.2.html, on directories).
-    with open_private(uncommitted / MANIFEST_NAME, "wb") as file:
-        file.write(manifest_bytes(manifest))
-        file.flush()
-        os.fsync(file.fileno())
-    fsync_path(uncommitted)
-    target = checkpoint_path(run, manifest.step)
-    # Rename at once, not after a look at the target: an attempt that waited long for its disk may be fenced by now, and what is
-    # at the target is then the newer attempt's. Such a rename fails because its source is gone, and has touched nothing.
-    try:
-        uncommitted.rename(target)
-    except OSError as error:
-        if error.errno not in _TAKEN_ERRNOS:
-            raise
-        aside = set_checkpoint_aside(target)
-        try:
-            uncommitted.rename(target)
-        except FileNotFoundError:  # fenced between the two
-            with suppress(OSError):
-                aside.rename(target)
-            raise
-    fsync_path(target.parent)
-    return target
 
 
 _TAKEN_ERRNOS = frozenset({errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR})

@@ -19,7 +19,7 @@ from pathlib import Path
 import xxhash
 
 import ddp_hpc
-from ddp_hpc.base.durable import delete_directory, fsync_path, make_directory, open_private, record_bytes
+from ddp_hpc.base.durable import fsync_path, make_directory, open_private, record_bytes
 from ddp_hpc.base.errors import ConfigError, CorruptCheckpointError, NewerFormatError, NotARecordError
 from ddp_hpc.run.checkpoints.checkpoint_names import MANIFEST_NAME, checkpoint_path, committed_steps
 from ddp_hpc.run.checkpoints.checkpoint_store import (
@@ -84,10 +84,7 @@ def _publish(run: RunDir, uncommitted: Path, step: int, attempt: int, world_size
         fsync_path(directory)
     made = {"at": time.time(), "attempt": attempt, "ddp_hpc": ddp_hpc.__version__}
     manifest = Manifest(step=step, world_size=world_size, shards=shards, state={FOREIGN_FILES_KEY: True}, made=made)
-    target = checkpoint_path(run, step)
-    if target.exists():  # the newest save of a step counts, as with `os.replace`
-        delete_directory(target)
-    return commit_checkpoint(run, uncommitted, manifest)
+    return commit_checkpoint(run, uncommitted, manifest, keeps_replaced=False)
 
 
 def newest_whole_step(run: RunDir, *, reads_all: bool, on_progress: Callable[[], object] = lambda: None) -> int | None:

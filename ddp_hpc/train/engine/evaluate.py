@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from ddp_hpc.train.engine.weighted_loss import compute_loss, num_parts_of, warn_
 from ddp_hpc.train.process_group import Group
 from ddp_hpc.train.recipe import Recipe
 from ddp_hpc.train.state import rng
+from ddp_hpc.train.state.training_state import per_rank_predicate
 
 _BROADCAST_BYTES = 32 << 20
 """Buffers are sent together up to about this size: a message takes this much memory on each rank."""
@@ -92,9 +94,14 @@ class Evaluator:
         # a fork beside threads may deadlock: https://docs.python.org/3/library/os.html#os.fork
         # What leaves traces: a first batch that sets a layer's scale, weights that are merged for evaluation (as LoRA's are) and unmerged
         # with other last bits.
-        called = (self._recipe.loss, self._recipe.inputs_and_targets, *self._recipe.metrics.values())
+        called = (
+            self._recipe.model,
+            self._recipe.loss,
+            self._recipe.inputs_and_targets,
+            *self._recipe.metrics.values(),
+        )
         before = _num_collectives(self._group.device)
-        with undo_trial(model, called, self._group.device), evaluation_mode(model), torch.no_grad():
+        with undo_trial(model, called, self._group.device), self._evaluation_mode(model):
             for fetched in map(raise_if_error, start_loader(self._loader)):
                 batch = to_device(fetched.batch, self._group.device, channels_last=self._channels_last)
                 self._batch_sums(model, batch, len(fetched.indices))
@@ -116,8 +123,9 @@ class Evaluator:
         # here `model` is not in DDP: ranks may have different numbers of batches, but must call collectives equally often.
         # https://pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html
         if self._group.rank_info.world_size > 1:
-            _take_from_rank_zero(list(model.buffers()))
-        with evaluation_mode(model), torch.no_grad(), rng.preserve_states(self._group.device):
+            is_own = per_rank_predicate(model)
+            _take_from_rank_zero([one for name, one in model.named_buffers() if not is_own(name)])
+        with self._evaluation_mode(model), rng.preserve_states(self._group.device):
             for fetched in map(raise_if_error, self._loader):
                 batch = to_device(fetched.batch, self._group.device, channels_last=self._channels_last)
                 sums += self._batch_sums(model, batch, len(fetched.indices))
@@ -125,6 +133,12 @@ class Evaluator:
         loss, *totals, count, weight = self._group.sum(sums).tolist()
         means = {name: total / count for name, total in zip(self._recipe.metrics, totals, strict=True)}
         return {"loss": loss / weight if weight else 0.0, **means}
+
+    @contextmanager
+    def _evaluation_mode(self, model: nn.Module) -> Iterator[None]:
+        # A loss may be a layer of the recipe's model also where `model` has the averaged weights.
+        with evaluation_mode(self._recipe.model), evaluation_mode(model), torch.no_grad():
+            yield
 
     def _batch_sums(self, model: nn.Module, batch: Any, num_samples: int) -> Tensor:
         inputs, targets = self._recipe.inputs_and_targets(batch)

@@ -212,6 +212,7 @@ def backward(
             outputs = t.model(inputs)
             if num_parts:
                 warn_of_no_mean(t.recipe.loss, outputs, targets, num_parts)
+                torch.clear_autocast_cache()  # PyTorch 2.6 keeps casts without a gradient: https://github.com/pytorch/pytorch/issues/112583
             loss, weight = compute_loss(t.recipe.loss, outputs, targets)
     except Exception as error:
         if (clearer := clearer_error(error, plan, global_batch) or explain_unused(error, t.state.model)) is not None:
