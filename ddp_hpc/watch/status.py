@@ -445,6 +445,8 @@ def _continuation_text(committed: Sequence[int], progress: Progress | None) -> s
     if progress is None or progress.saves is None:
         return "it has no checkpoint, so it starts from the beginning"
     seen = (
-        "with what it has saved" if progress.saves else "and no file that `script.progress` names shows a save so far"
+        "with what it has saved"
+        if progress.saves
+        else "and no file that `script.progress` names shows a save of this run"
     )
     return f"it starts the script again, {seen}"

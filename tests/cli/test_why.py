@@ -182,7 +182,7 @@ def test_what_to_do_says_from_which_step_the_run_goes_on(
 
     add_progress(run, saves=0)
     assert to_do().endswith(
-        "submit the run again: it starts the script again, and no file that `script.progress` names shows a save so far."
+        "submit the run again: it starts the script again, and no file that `script.progress` names shows a save of this run."
     )
 
     add_checkpoint(run, 20)

@@ -237,7 +237,7 @@ def test_a_module_of_the_jobs_copy_of_the_code_runs_and_not_the_one_that_was_edi
         (
             "echo nothing to do",
             ("script.progress=*.pt",),
-            " second and saved no file of `script.progress` ('*.pt'); its last line: nothing to do",
+            "/*.pt'); its last line: nothing to do",
         ),
         ("touch a.pt", ("script.progress=*.pt",), ""),
         (

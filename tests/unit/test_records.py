@@ -80,7 +80,7 @@ def test_progress_that_is_none_is_no_error(text: str, is_readable: bool, tmp_pat
     [
         (None, "it has no checkpoint, so it starts from the beginning"),
         ({}, "it continues from the checkpoint that it writes now"),  # a recipe saves when it stops
-        ({"saves": 0}, "it starts the script again, and no file that `script.progress` names shows a save so far"),
+        ({"saves": 0}, "it starts the script again, and no file that `script.progress` names shows a save of this run"),
         ({"saves": 2}, "it starts the script again, with what it has saved"),
     ],
 )

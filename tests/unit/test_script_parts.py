@@ -19,6 +19,7 @@ from ddp_hpc.cli import main
 from ddp_hpc.cli.status_text import as_text, last_save_text
 from ddp_hpc.cli.summary import headline
 from ddp_hpc.cli.verbs.list import _row
+from ddp_hpc.cli.verbs.submit import _notes_on_earlier_saves
 from ddp_hpc.cluster.rendezvous.worker_env import USERS_CODE
 from ddp_hpc.job.script.liveness import ScriptActivity
 from ddp_hpc.job.script.plan import frozen_code_dirs, make_script_plan, users_python_path
@@ -31,6 +32,7 @@ from ddp_hpc.run.run_dir.ledger import Cause, Ledger, record_start
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.run_dir.records import Progress, write_progress
 from ddp_hpc.run.spec import ResourcesSpec, RunSpec, ScriptSpec, parse_program
+from ddp_hpc.run.workload import script_progress
 from ddp_hpc.run.workload.protocol import UsersCode
 from ddp_hpc.run.workload.script_progress import SeenFiles, find_saved_files, look, read_seen_files
 from ddp_hpc.run.workload.table import workload_of
@@ -367,6 +369,64 @@ def test_a_directory_that_the_pattern_matches_counts_with_its_files(tmp_path: Pa
     assert list(find_saved_files("checkpoint-*", tmp_path)) == [str(tmp_path / "checkpoint-5" / "model.bin")]
 
 
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        ("**/*.pt", ["a/b/2.pt", "a/1.pt"]),
+        ("a/**", ["a/.hidden/4.pt", "a/.last.pt", "a/1.pt", "a/b/2.pt"]),
+        ("a**/1.pt", ["a/1.pt"]),
+        ("a/1.pt", ["a/1.pt"]),
+        ("a/1.pt/", ["a/1.pt"]),
+        ("./a//[0-9].pt", ["a/1.pt"]),
+        ("a/.*.pt", ["a/.last.pt"]),
+        ("a/link/*.pt", ["a/link/1.pt"]),
+        ("a/self.pt", []),
+        ("nowhere/*.pt", []),
+    ],
+)
+def test_a_pattern_finds_files_though_links_lead_in_circles(pattern: str, expected: list[str], tmp_path: Path) -> None:
+    for name in ("a/1.pt", "a/b/2.pt", "a/.last.pt", "a/.hidden/4.pt", "a/half.tmp"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    for name in ("link", "other"):
+        (tmp_path / "a" / name).symlink_to(".")
+        (tmp_path / "a" / "b" / name).symlink_to("..")
+    (tmp_path / "a" / "self.pt").symlink_to("self.pt")
+
+    assert sorted(find_saved_files(pattern, tmp_path)) == sorted(f"{tmp_path}/{name}" for name in expected)
+
+
+def test_a_save_is_seen_beside_a_file_whose_name_is_no_utf8(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "run")
+    (tmp_path / os.fsdecode(b"old\xe9.pt")).touch()
+    write_record(run.script_progress, look(read_seen_files(run), "*.pt", tmp_path))
+    (tmp_path / "new.pt").touch()
+
+    seen = look(read_seen_files(run), "*.pt", tmp_path)
+
+    assert (seen.num_changes, len(seen.files)) == (1, 2)
+
+
+def test_what_is_there_before_a_run_or_under_another_pattern_is_no_save_of_it(tmp_path: Path) -> None:
+    (tmp_path / "old.pt").touch()
+    (tmp_path / "old.bin").touch()
+
+    first = look(SeenFiles(), "*.pt", tmp_path)
+    second = look(first, "*.bin", tmp_path)
+
+    assert (first.num_changes, second.num_changes) == (0, 0)
+
+
+def test_a_pattern_that_names_a_data_set_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(script_progress, "MOST_FILES", 3)
+    for number in range(4):
+        (tmp_path / f"{number}.pt").touch()
+    spec = RunSpec(name="run", script=ScriptSpec(command=("python", "a.py"), progress=f"{tmp_path}/*.pt"))
+
+    with pytest.raises(ConfigError, match="names 3 files or more"):
+        _notes_on_earlier_saves(spec)
+
+
 def test_the_code_of_a_script_is_its_directory_and_of_a_module_where_it_is_imported_from(tmp_path: Path) -> None:
     (tmp_path / "src" / "pkg").mkdir(parents=True)
     for name in ("src/train.py", "src/pkg/__main__.py", "src/pkg/train.py"):
@@ -439,7 +499,7 @@ def test_what_a_script_saved_after_the_last_look_counts_from_any_directory(
     now = time.time()
     write_record(run.script_progress, look(SeenFiles(), "ckpt/*.pt", tmp_path))
     write_progress(run, Progress(attempt=0, saves=0, at=now - 9))
-    assert effect_of_resubmitting(run).endswith("no file that `script.progress` names shows a save so far")
+    assert effect_of_resubmitting(run).endswith("no file that `script.progress` names shows a save of this run")
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     (tmp_path / "ckpt").mkdir()
@@ -449,7 +509,7 @@ def test_what_a_script_saved_after_the_last_look_counts_from_any_directory(
     assert last_save_text(read_status(run, now=now)) == "3 s ago"
     assert effect_of_resubmitting(run) == "it starts the script again, with what it has saved"
     assert stop_text(run).endswith("Submit it again: it starts the script again, with what it has saved.")
-    assert f"Its own files are {tmp_path}/ckpt/last.pt." in why_without_checkpoint(run)
+    assert f"Its own files: {tmp_path}/ckpt/last.pt." in why_without_checkpoint(run)
     os.utime(tmp_path / "ckpt" / "last.pt", (now + 90, now + 90))  # by a file server whose clock is ahead
     assert last_save_text(read_status(run, now=now)) == "0 s ago"
 

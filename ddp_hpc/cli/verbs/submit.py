@@ -121,7 +121,8 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
         )
         return INTERRUPTED_CODE
     file, command = [] if path is None else [str(path)], ["--", *args.command] if args.command else []
-    again = shlex.join(["ddp-hpc", "submit", *file, *map(_mask_setting, settings), *here, *command])
+    there = [] if args.cluster == "auto" else ["--cluster", args.cluster]
+    again = shlex.join(["ddp-hpc", "submit", *file, *map(_mask_setting, settings), *here, *there, *command])
     return _print_status(submission.run, environment, word=word, again=None if args.json else again)
 
 
@@ -149,11 +150,16 @@ def _make_request(
 
 def _notes_on_earlier_saves(spec: RunSpec) -> list[str]:
     """Return a line where a new run's script finds files that another run of it has saved."""
-    from ddp_hpc.run.workload.script_progress import find_saved_files  # late: recipes need none
+    from ddp_hpc.run.workload.script_progress import MOST_FILES, find_saved_files  # late: recipes need none
 
     files: list[str] = []
     with suppress(OSError):  # a note is no reason to refuse
         files = [*find_saved_files(spec.script.progress, Path.cwd())] if spec.script.progress else []
+    if len(files) >= MOST_FILES:
+        raise ConfigError(
+            f"`script.progress` is {spec.script.progress!r}, which names {MOST_FILES:,} files or more, so ddp-hpc would see no save among them. "
+            "Name the files that the script saves its state to, and no data."
+        )
     return (
         [f"{shorten_names(files, 3)}: there already; if the script looks for that, it goes on from it"] if files else []
     )

@@ -78,7 +78,7 @@ def why_doubtful(script_rank: ScriptRank, before: SeenFiles, seen: SeenFiles, ra
         return ""
     if (pattern is None or before.num_changes) and ran_s >= SHORT_RUN_S:
         return ""
-    saved = "" if pattern is None else f" and saved no file of `script.progress` ({pattern!r})"
+    saved = "" if pattern is None else f" and saved no file of `script.progress` ({seen.pattern or pattern!r})"
     text = last_log_line(script_rank.log)
     return f"the script exited with code 0 after {'less than a second' if ran_s < 1 else f'{ran_s:.0f} s'}{saved}; " + (
         f"its last line: {text}" if text else "it printed nothing"

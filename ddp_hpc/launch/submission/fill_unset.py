@@ -89,7 +89,7 @@ def _with_earlier_settings(resolved: Resolved, before: RunSpec | None, environ: 
     }
     changed = [key for key in kept if was[key] != now.get(key)]
     told = [
-        f"`{key}={value_or_hidden(key, was[key])}` (now {'unset' if now.get(key) is None else value_or_hidden(key, now[key])})"
+        f"`{key}={value_or_hidden(key, was[key])}` (otherwise {'unset' if now.get(key) is None else value_or_hidden(key, now[key])})"
         for key in changed
     ]
     if told:

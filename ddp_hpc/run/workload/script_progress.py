@@ -6,18 +6,22 @@ whatever the clocks of nodes and file servers say, and where a script keeps its 
 
 from __future__ import annotations
 
-import glob
+import errno
+import itertools
 import os
 import re
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ddp_hpc.base.patience import is_final_error
 from ddp_hpc.base.record import read_record
 from ddp_hpc.run.run_dir.paths import RunDir
 
 MOST_FILES = 20_000
 """The most files of a pattern that are recorded: one with more names something else than saved states."""
+_STARS_IN_A_NAME = re.compile(r"(?<=[^/])\*{2,}|\*{2,}(?=[^/])")
 FileStates = Mapping[str, tuple[int, int]]
 """Path -> size and modification time in ns."""
 
@@ -40,15 +44,24 @@ class SeenFiles:
 def find_saved_files(pattern: str, work_dir: Path) -> FileStates:
     """Return the files that a pattern matches now, and those in directories that it matches; not those of writers (`*.tmp`)."""
     found: dict[str, tuple[int, int]] = {}
-    for name in glob.iglob(_absolute_glob(pattern, work_dir), recursive=True):  # noqa: PTH207  text, with `**`
-        paths = Path(name).rglob("*") if Path(name).is_dir() else iter([Path(name)])
-        for path in paths:
+    root = pattern_root(pattern, work_dir)
+    below = _absolute_glob(pattern, work_dir)[len(str(root)) :].lstrip("/")
+    has_hidden = re.search(r"(^|/)\.", below) is not None  # `*` matches no `.last.pt`, as in a shell
+    # Not by `glob.glob`, whose `**` follows links, of which two that lead back never end.
+    for match in root.glob(_STARS_IN_A_NAME.sub("*", below)):
+        if not has_hidden and any(part.startswith(".") for part in match.relative_to(root).parts):
+            continue
+        for path in itertools.chain([match], match.rglob("*")):
             try:
                 status = path.stat()
-            except FileNotFoundError:  # a writer has renamed or removed it meanwhile
-                continue
-            if path.is_file() and path.suffix != ".tmp":
-                found[str(path)] = (status.st_size, status.st_mtime_ns)
+            except OSError as error:
+                if (
+                    is_final_error(error) or error.errno == errno.ELOOP
+                ):  # a writer has renamed it, or its link leads nowhere
+                    continue
+                raise
+            if stat.S_ISREG(status.st_mode) and path.suffix != ".tmp":
+                found[os.fsencode(path).decode(errors="backslashreplace")] = (status.st_size, status.st_mtime_ns)
             if len(found) >= MOST_FILES:
                 return found
     return found
@@ -60,7 +73,7 @@ def pattern_root(pattern: str, work_dir: Path) -> Path:
 
 
 def _absolute_glob(pattern: str, work_dir: Path) -> str:
-    return os.path.join(work_dir, os.path.expanduser(pattern))  # noqa: PTH111, PTH118  text, with `~`
+    return str(work_dir / os.path.expanduser(pattern))  # noqa: PTH111  text, with `~`
 
 
 def read_seen_files(run: RunDir) -> SeenFiles:
@@ -69,9 +82,13 @@ def read_seen_files(run: RunDir) -> SeenFiles:
 
 
 def look(seen: SeenFiles, pattern: str, work_dir: Path) -> SeenFiles:
-    """Return the record with the files as they are now; the same where none has changed."""
+    """Return the record with the files as they are now; the same where none has changed.
+
+    At the first look, and after the pattern has changed, none counts as changed: what is there already, this run has not saved.
+    """
     files, pattern = find_saved_files(pattern, work_dir), _absolute_glob(pattern, work_dir)
-    has_changed = any(seen.files.get(path) != state for path, state in files.items())
-    if pattern == seen.pattern and not has_changed:
+    if pattern != seen.pattern:
+        return SeenFiles(num_changes=seen.num_changes, files=files, pattern=pattern)
+    if all(seen.files.get(path) == state for path, state in files.items()):
         return seen
-    return SeenFiles(num_changes=seen.num_changes + has_changed, files=files, pattern=pattern)
+    return SeenFiles(num_changes=seen.num_changes + 1, files=files, pattern=pattern)
