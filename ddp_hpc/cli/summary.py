@@ -10,7 +10,7 @@ from ddp_hpc.cli.status_text import knows_steps, last_save_text, steps_text
 from ddp_hpc.run.run_dir.failure_reports import WorkerFailure, first_failure
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.watch.failed_worker_log import last_lines, log_of
-from ddp_hpc.watch.status import RunStatus
+from ddp_hpc.watch.status import RunStatus, continuation_text
 
 EXIT_CODES = {"finished": exit_codes.FINISHED, "stopped": exit_codes.STOPPED, "refused": exit_codes.REFUSED}
 """State of a run that has ended -> exit code; every other state counts as a failure."""
@@ -56,16 +56,13 @@ def next_commands(status: RunStatus, *, word: str, again: str) -> list[str]:
     alive = {"see": f"ddp-hpc status {word}", "logs": f"ddp-hpc logs -f {word}", "stop": f"ddp-hpc stop {word}"}
     why = {"why": f"ddp-hpc why {word}"} if status.state == "failed" else {}
     ended = {**why, "see": f"ddp-hpc status {word}", "logs": f"ddp-hpc logs {word}"}
-    begin = "from the beginning" if status.last_checkpoint is None else f"from step {status.last_checkpoint}"
-    is_script = status.saves is not None
-    if is_script and status.last_checkpoint is None:
-        begin = "with the files that the script has saved"
-    resume = {} if status.state == "finished" else {"again": f"{again}  # continues {begin}"}
+    effect = continuation_text(status.last_checkpoint, status.saves)
+    resume = {} if status.state == "finished" else {"again": f"{again}  # {effect}"}
     weights = {
         "state": f"ddp-hpc checkpoints {word} --digest",
         "model": f"ddp-hpc export {word} -o {status.run}.safetensors",
     }
-    has_weights = bool(status.last_checkpoint) and not is_script  # what a script's files hold is not known
+    has_weights = bool(status.last_checkpoint) and status.saves is None  # what a script's files hold is not known
     steps_ = alive if status.is_alive else {**resume, **ended, **(weights if has_weights else {})}
     return [f"{purpose:<5} {command}" for purpose, command in steps_.items()]
 

@@ -208,7 +208,6 @@ class TaskWorkers(Workers):
         self._step: _Step | None = None
 
     def begin(self, attempt: int, endpoint: Endpoint | None) -> None:
-        """Start the step."""
         assert endpoint is not None  # noqa: S101  only agents work without Slurm
         self._attempt, self._deadline, self.step_code = attempt, None, None
         self._step = _Step(self._argv_of(attempt, endpoint), self._lock_fds)

@@ -37,7 +37,6 @@ class SealedStore:
         self._heartbeat_at = float("-inf")
 
     def set(self, key: str, text: str) -> None:
-        """Set the text of a key."""
         # The key itself is set last: a reader that finds it finds all parts.
         if len(text) > _PART_CHARS:
             parts = [text[begin : begin + _PART_CHARS] for begin in range(0, len(text), _PART_CHARS)]

@@ -83,7 +83,6 @@ class Watchdog:
                 os.utime(self.allowance, (until, until))
 
     def dismiss(self) -> None:
-        """Stop watching."""
         faulthandler.cancel_dump_traceback_later()
         self._put_off(float("inf"))
 

@@ -64,7 +64,11 @@ def why_without_checkpoint(run: RunDir) -> str:
     pattern = read_seen_files(run).pattern
     files = find_saved_files(pattern, Path("/")) if pattern else {}
     newest_first = sorted(files, key=lambda path: files[path][1], reverse=True)
-    saved = f"Its own files: {shorten_names(newest_first, 5)}" if files else f"No file is there that {pattern} names"
+    saved = (
+        f"Files that `script.progress` names: {shorten_names(newest_first, 5)}"
+        if files
+        else f"No file is there that {pattern} names"
+    )
     saved = saved if pattern else "`script.progress` does not say which files it saves"
     return f"{run.name} is a script that has committed no checkpoint by `ddp_hpc.attach`. {saved}."
 

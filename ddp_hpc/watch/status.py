@@ -78,6 +78,11 @@ class Observation:
         return self.queued is None or (last is not None and last.attempt >= self.queued.attempt)
 
     @property
+    def continuation(self) -> str:
+        last = self.committed[-1] if self.committed else None
+        return continuation_text(last, self.progress.saves if self.progress else None)
+
+    @property
     def silent_s(self) -> float | None:
         """Seconds since the run last wrote something."""
         times = [time for attempt in self.attempts for time in (attempt.started_at, attempt.ended_at) if time]
@@ -376,7 +381,7 @@ def _reason(state: State, seen: Observation) -> str:
     if state == "cancelled" and not seen.has_begun:
         return "cancelled by the user while it waited"
     if state == "interrupted":
-        return f"its processes are gone: they were killed, or the machine went down. Submit the run again: {_continuation_text(seen.committed, seen.progress)}"
+        return f"its processes are gone: they were killed, or the machine went down. Submit the run again: it {seen.continuation}"
     if state == "unknown":
         host = seen.attempts[-1].host if seen.attempts else "its host"
         return (
@@ -415,7 +420,7 @@ def _reason_by_slurm(state: State, seen: Observation, queue_status: QueueStatus)
         return f"job {queue_status.job_id} {phrase} {said if seen.last_words else nothing}"
     if queue_status.has_ended:
         leads = {"failed": "; see its log (`ddp-hpc logs`). ", "interrupted": ". "}
-        again = f"Submit the run again: {_continuation_text(seen.committed, seen.progress)}"
+        again = f"Submit the run again: it {seen.continuation}"
         return f"job {queue_status.job_id} {phrase}{leads[state] + again if state in leads else ''}"
     if state == "running" and seen.silent_s is not None:
         return f"the run has written nothing for {seen.silent_s:.0f} s, but Slurm says that its job {phrase}; if this lasts, read its log (`ddp-hpc logs`)"
@@ -425,7 +430,8 @@ def _reason_by_slurm(state: State, seen: Observation, queue_status: QueueStatus)
 def effect_of_resubmitting(run: RunDir) -> str:
     """Return what a run does when it is submitted again, by the checkpoints that it has now."""
     try:
-        return _continuation_text(committed_steps(run), _with_newest_saves(run, read_progress(run)))
+        progress, steps = _with_newest_saves(run, read_progress(run)), committed_steps(run)
+        return f"it {continuation_text(steps[-1] if steps else None, progress.saves if progress else None)}"
     except (OSError, UnreadableError):
         return f"{run.checkpoints} cannot be read now, so from which step it goes on is not known"
 
@@ -439,14 +445,11 @@ def stop_text(run: RunDir, *, then: Literal["end", "requeue"] = "end") -> str:
     return f"{run.name} was asked to {to_do}. {how}: {again}."
 
 
-def _continuation_text(committed: Sequence[int], progress: Progress | None) -> str:
-    if committed:
-        return f"it continues from step {committed[-1]}"
-    if progress is None or progress.saves is None:
-        return "it has no checkpoint, so it starts from the beginning"
-    seen = (
-        "with what it has saved"
-        if progress.saves
-        else "and no file that `script.progress` names shows a save of this run"
-    )
-    return f"it starts the script again, {seen}"
+def continuation_text(last_checkpoint: int | None, saves: int | None) -> str:
+    """Return what a run does when it is submitted again, by two fields of its status."""
+    if last_checkpoint is not None:
+        return f"continues from step {last_checkpoint}"
+    if saves is None:
+        return "has no checkpoint, so it starts from the beginning"
+    seen = "with what it has saved" if saves else "and no file that `script.progress` names shows a save of this run"
+    return f"starts the script again, {seen}"

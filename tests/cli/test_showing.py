@@ -204,7 +204,7 @@ def test_the_summary_ends_with_what_to_try_next(state: State, commands: list[str
 def test_without_a_checkpoint_nothing_is_said_of_exporting_one() -> None:
     told = next_commands(status("failed", last_checkpoint=None), word="digits", again="ddp-hpc submit run.yaml")
 
-    assert told[0].endswith("# continues from the beginning")
+    assert told[0].endswith("# has no checkpoint, so it starts from the beginning")
     assert not any("export" in line for line in told)
 
 

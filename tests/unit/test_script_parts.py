@@ -509,7 +509,7 @@ def test_what_a_script_saved_after_the_last_look_counts_from_any_directory(
     assert last_save_text(read_status(run, now=now)) == "3 s ago"
     assert effect_of_resubmitting(run) == "it starts the script again, with what it has saved"
     assert stop_text(run).endswith("Submit it again: it starts the script again, with what it has saved.")
-    assert f"Its own files: {tmp_path}/ckpt/last.pt." in why_without_checkpoint(run)
+    assert f"Files that `script.progress` names: {tmp_path}/ckpt/last.pt." in why_without_checkpoint(run)
     os.utime(tmp_path / "ckpt" / "last.pt", (now + 90, now + 90))  # by a file server whose clock is ahead
     assert last_save_text(read_status(run, now=now)) == "0 s ago"
 

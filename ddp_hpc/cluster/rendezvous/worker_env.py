@@ -55,7 +55,6 @@ class WorkerEnv:
     variables: Mapping[str, Sourced]
 
     def value(self, name: str) -> str | None:
-        """Return one variable's value."""
         return self.variables[name].value
 
     @property

@@ -74,7 +74,6 @@ class Reporter:
             threading.Thread(target=self._run, name="ddp-hpc-slow-ranks", daemon=True).start()
 
     def close(self) -> None:
-        """Report no more."""
         self._closing.set()
 
     def report(self, turn: int) -> None:

@@ -126,7 +126,6 @@ def ask(argv: Sequence[str], environ: Mapping[str, str], *, timeout_s: float = T
 
 
 def _stdout(argv: Sequence[str], environ: Mapping[str, str], *, timeout_s: float = TIMEOUT_S) -> str:
-    """Return what a command prints."""
     answer = ask(argv, environ, timeout_s=timeout_s)
     if answer.returncode != 0:
         raise SlurmUnavailableError(

@@ -56,7 +56,6 @@ def report_hang(
 
 
 def _timeout_text(context: JobContext, phase: Phase) -> str:
-    """Say which timeout was exceeded."""
     restart = context.spec.restart
     if phase == "building":
         limit_s = restart.build_timeout_s

@@ -140,7 +140,6 @@ class _ProbeSession:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the step is over."""
         return self._step is None or self._step.poll() is not None
 
     def start_and_wait(self, nodes: Sequence[str], seconds: float) -> None:
@@ -172,7 +171,6 @@ class _ProbeSession:
         self._read_until(lambda: all(self.answers[number].is_whole for number in whole), REPORT_TIMEOUT_S)
 
     def close(self) -> None:
-        """End the step."""
         if self._step is None:
             return
         for pipe in (self._step.stdin, self._step.stdout):

@@ -40,7 +40,6 @@ class PointResolver:
         self._runs_dir = escape_dollars(base.spec.path)
 
     def resolve(self, point: Point) -> Resolved:
-        """Return the configuration of a point."""
         settings: dict[str, Any] = {key: value for key, value in point.settings.items() if _is_key(key)}
         settings |= {"name": point.name, "runs_dir": self._runs_dir}
         if self._command:

@@ -244,7 +244,6 @@ class Certification:
         return trial, record
 
     def _settings(self, fault: TrialFault | None) -> list[str]:
-        """Return the user's settings, and ours."""
         others = {key: value for key, value in values_of(self.settings).items() if key not in {"name", "runs_dir"}}
         mine = {
             "script.stop_within_s": str(int(3 * self.patience_s) + 1),

@@ -34,7 +34,6 @@ class Baseline:
 
     @property
     def attempt(self) -> AttemptRecord:
-        """The only one."""
         return self.record.attempts[-1]
 
     @cached_property
@@ -108,7 +107,6 @@ class TrialEvidence:
 
     @property
     def unit(self) -> str:
-        """What its output counts."""
         return self.baseline.scale.unit or "line"
 
     @property

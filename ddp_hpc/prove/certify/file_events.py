@@ -60,7 +60,6 @@ class FileEvents:
                 pass
 
     def close(self) -> None:
-        """Stop watching."""
         os.close(self._fd)
 
     def wait(self, timeout_s: float) -> list[FileEvent]:

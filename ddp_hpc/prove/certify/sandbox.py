@@ -93,7 +93,6 @@ class _Copy:
                 waiting.extend(found.elsewhere)
 
     def make(self) -> None:
-        """Write the copy."""
         self.target.mkdir(parents=True, exist_ok=True)
         for tree in self.trees:
             for folder in tree.folders:

@@ -106,7 +106,6 @@ class Drill:
         return report
 
     def submit_both(self) -> None:
-        """Submit the runs."""
         for request in (self.unbroken, self.faulty):
             sent = _slurm().submit(request)
             if not sent.is_new:

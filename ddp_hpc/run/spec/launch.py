@@ -350,7 +350,6 @@ class LaunchSpec(CheckedSpec):
 
     @property
     def path(self) -> Path:
-        """The run's directory."""
         return Path(self.runs_dir).expanduser().absolute() / self.name
 
     @property

@@ -116,7 +116,6 @@ class ScriptSpec(CheckedSpec, section="script", above_zero=("stop_within_s",)):
 
     @property
     def program(self) -> Program:
-        """What the command starts."""
         return parse_program(self.command)
 
 

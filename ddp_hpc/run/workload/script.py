@@ -65,7 +65,6 @@ class ScriptWorkload(Workload):
 
     @property
     def counts_files(self) -> bool:
-        """Whether the user names files."""
         return self.spec.script.progress is not None
 
     @property

@@ -46,7 +46,6 @@ class ScriptReport:
             self.write()
 
     def write(self) -> None:
-        """Write the newest values."""
         self._is_pending = False
         at = time.monotonic()
         if self._samples and at > self._samples_since:

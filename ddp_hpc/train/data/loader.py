@@ -281,7 +281,6 @@ def map_leaves(nest: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _init_loader_process(parent_pid: int, _worker_id: int) -> None:
-    """Run once in each loader process."""
     die_with_parent(parent_pid)
     # Slurm's signals reach every process of a step (https://slurm.schedmd.com/scancel.html), but the worker still needs
     # batches until the step after which all ranks stop. It ends its loaders itself.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -93,7 +92,7 @@ class Evaluator:
         # The processes are forked now and kept. Later this process has threads (the checkpoint writer's, pin_memory's), and
         # a fork beside threads may deadlock: https://docs.python.org/3/library/os.html#os.fork
         # What leaves traces: a first batch that sets a layer's scale, weights that are merged for evaluation (as LoRA's are) and unmerged
-        # with other last bits.
+        # with other last bits. A loss may be a layer of the recipe's model also where `model` has the averaged weights.
         called = (
             self._recipe.model,
             self._recipe.loss,
@@ -101,7 +100,7 @@ class Evaluator:
             *self._recipe.metrics.values(),
         )
         before = _num_collectives(self._group.device)
-        with undo_trial(model, called, self._group.device), self._evaluation_mode(model):
+        with undo_trial(model, called, self._group.device), evaluation_mode(self._recipe.model, model), torch.no_grad():
             for fetched in map(raise_if_error, start_loader(self._loader)):
                 batch = to_device(fetched.batch, self._group.device, channels_last=self._channels_last)
                 self._batch_sums(model, batch, len(fetched.indices))
@@ -125,7 +124,7 @@ class Evaluator:
         if self._group.rank_info.world_size > 1:
             is_own = per_rank_predicate(model)
             _take_from_rank_zero([one for name, one in model.named_buffers() if not is_own(name)])
-        with self._evaluation_mode(model), rng.preserve_states(self._group.device):
+        with evaluation_mode(self._recipe.model, model), torch.no_grad(), rng.preserve_states(self._group.device):
             for fetched in map(raise_if_error, self._loader):
                 batch = to_device(fetched.batch, self._group.device, channels_last=self._channels_last)
                 sums += self._batch_sums(model, batch, len(fetched.indices))
@@ -133,12 +132,6 @@ class Evaluator:
         loss, *totals, count, weight = self._group.sum(sums).tolist()
         means = {name: total / count for name, total in zip(self._recipe.metrics, totals, strict=True)}
         return {"loss": loss / weight if weight else 0.0, **means}
-
-    @contextmanager
-    def _evaluation_mode(self, model: nn.Module) -> Iterator[None]:
-        # A loss may be a layer of the recipe's model also where `model` has the averaged weights.
-        with evaluation_mode(self._recipe.model), evaluation_mode(model), torch.no_grad():
-            yield
 
     def _batch_sums(self, model: nn.Module, batch: Any, num_samples: int) -> Tensor:
         inputs, targets = self._recipe.inputs_and_targets(batch)

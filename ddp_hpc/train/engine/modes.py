@@ -18,10 +18,11 @@ def set_train_mode_once(model: nn.Module) -> None:
 
 
 @contextmanager
-def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Put the whole model into evaluation mode; put each module back into its own mode afterwards."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
+def evaluation_mode(*models: nn.Module) -> Iterator[None]:
+    """Put whole models into evaluation mode; put each module back into its own mode afterwards."""
+    modes = {module: module.training for model in models for module in model.modules()}
+    for model in models:
+        model.eval()
     try:
         yield
     finally:

@@ -37,7 +37,6 @@ class Followers:
         self._processes: dict[RecorderName, subprocess.Popen[bytes]] = {}
 
     def start(self) -> None:
-        """Start one process for each recorder."""
         for name in self._names:
             try:
                 identity_of(self._run)  # before two of them ask for it

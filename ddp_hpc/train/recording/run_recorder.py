@@ -147,7 +147,6 @@ class RunRecorder:
             )
 
     def record_evaluation(self, position: Position, metrics: Mapping[str, float]) -> None:
-        """Write the metrics of an evaluation."""
         if not self._is_writer or not metrics:
             return
         self.timeline.note_duration("evaluation", position.step, self._newest_pause_s)

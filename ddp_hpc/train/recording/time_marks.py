@@ -62,7 +62,6 @@ class Timeline:
         self._note("interval", step, time.time(), interval=interval)
 
     def close(self) -> None:
-        """Note no more."""
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None

@@ -96,7 +96,6 @@ class SlurmQuestions:
     """What Slurm is asked before a submission. The questions are asked at once, and while the caller prepares the submission."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
-        """Begin to ask about the cluster."""
         self.environ = environ
         self._partitions = _ask_in_thread(lambda: client.partitions(environ))
         self.config = _ask_in_thread(lambda: client.config(environ))
