@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_hpc.base.patience import ask_once
-from ddp_hpc.cli.formatting import DASH, duration
+from ddp_hpc.cli.formatting import duration
 from ddp_hpc.run.checkpoints.save_interval import SaveInterval
 from ddp_hpc.run.run_dir.machine_use import MachineUse, merge_uses, newest_uses, read_uses, use_texts, uses_as_json
 from ddp_hpc.run.run_dir.paths import RunDir
@@ -85,10 +85,3 @@ def hours_text(value: float) -> str:
     if value < 0.01:
         return duration(3600 * value)
     return f"{value:.3g} h" if value < 100 else f"{value:.0f} h"
-
-
-def goodput_columns(goodput: Goodput | None) -> tuple[str, str]:
-    """Return the hours of nodes, and the share that was training that counts; dashes where that is not known."""
-    if goodput is None or goodput.goodput is None:
-        return DASH, DASH
-    return hours_text(goodput.running_h), f"{goodput.goodput:.0%}"

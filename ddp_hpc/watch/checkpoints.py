@@ -60,7 +60,7 @@ def why_without_checkpoint(run: RunDir) -> str:
     """Return why a run has no checkpoint; for a script, which files it saves itself."""
     progress = read_progress(run)
     if progress is None or progress.saves is None:
-        return f"{run.name} has no checkpoint yet. A run writes one every `checkpoint.every_steps` steps, and when it stops or ends."
+        return f"{run.name} has no checkpoint yet. A run writes one every `checkpoint.every_steps` steps, and when it stops or ends. `ddp-hpc status {run.word}` shows how far it is."
     pattern = read_seen_files(run).pattern
     files = find_saved_files(pattern, Path("/")) if pattern else {}
     newest_first = sorted(files, key=lambda path: files[path][1], reverse=True)

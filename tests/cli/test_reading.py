@@ -245,10 +245,11 @@ def test_a_digest_of_what_does_not_hold_is_an_error(run: RunDir, capsys: pytest.
 
 
 def test_a_run_without_checkpoints_is_no_error_to_list(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    make_run(run.path.parent, "mnist")
+    other = make_run(run.path.parent, "mnist")
 
     assert answer(capsys, "checkpoints", "mnist") == (
-        "mnist has no checkpoint yet. A run writes one every `checkpoint.every_steps` steps, and when it stops or ends.\n"
+        "mnist has no checkpoint yet. A run writes one every `checkpoint.every_steps` steps, and when it stops or ends. "
+        f"`ddp-hpc status {other.word}` shows how far it is.\n"
     )
     assert "has no checkpoint yet" in complaint(capsys, "checkpoints", "mnist", "--digest")
 

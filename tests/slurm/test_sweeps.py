@@ -101,7 +101,8 @@ def _is_over(run: RunDir) -> bool:
 
 @contextmanager
 def limit_of_jobs(cluster: Cluster, number: int) -> Iterator[None]:
-    """Have the QOS of all users allow so many submitted jobs."""
+    """Have the QOS of all users allow so many submitted jobs, once those of the tests before have left the queue."""
+    cluster.wait_for(lambda: not cluster.run("squeue", "--noheader").stdout.strip(), 120)
     words = ("sacctmgr", "--immediate", "modify", "qos", "normal", "set")
     cluster.run(*words, f"MaxSubmitJobsPerUser={number}", user="root")
     try:

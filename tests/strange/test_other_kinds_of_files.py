@@ -21,7 +21,7 @@ from tests.report.made import Plan, made_run
 COMMANDS = (
     "status",
     "status --json",
-    "list --goodput",
+    "list",
     "status --watch",
     "report",
     "why",

@@ -20,11 +20,9 @@ from ddp_hpc.base.leftovers import remove_leftovers
 from ddp_hpc.cli.formatting import as_json, duration, named_numbers, number, or_dash, table
 from ddp_hpc.cli.runs import add_flag, add_runs_dir_option, chosen_runs_dir, slurm_asker
 from ddp_hpc.cli.status_text import last_save_text, steps_text
-from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.watch.find import scan_runs
 from ddp_hpc.watch.status import RunStatus, read_status
 
-GOODPUT_COLUMNS = ("NODE TIME", "GOODPUT")
 HEADER = ("RUN", "STATE", "STEP", "LOSS", "EVALUATION", "CHECKPOINT", "ATTEMPT", "AGE")
 
 
@@ -43,18 +41,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sort", metavar="WHAT", help="sort by a column, an evaluation metric or a key; default: age")
     add_flag(parser, "--reverse", "reverse the order")
     add_flag(parser, "--keys", "add a column for each key whose value differs between the runs")
-    add_flag(
-        parser,
-        "--goodput",
-        "add columns for the hours of nodes (without the queue), and the share of them that was training that counts",
-    )
     add_flag(parser, "--json", "print a JSON list, with what `status --json` prints for each run")
 
 
 def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
     runs_dir = chosen_runs_dir(args.runs_dir, environment)
-    if args.sweep is not None and args.goodput:
-        raise ConfigError(f"`--goodput` is for runs. `ddp-hpc report {args.sweep}` shows it for each point of a sweep.")
     if args.sweep is not None:
         from ddp_hpc.cli.sweep_table import print_sweep  # late: a list of runs needs none of it
 
@@ -86,33 +77,23 @@ def _print_runs(args: argparse.Namespace, runs_dir: Path, environment: Mapping[s
     differing: list[dict[str, Any]] = []
     if args.filter or args.sort or args.keys or args.reverse:
         statuses, differing = _selected(statuses, args)
-    spent = _goodput_cells(statuses) if args.goodput else []
     if args.json:
         records = [asdict(status) for status in statuses]
         for number, record in enumerate(records):
             record.update({"differs": differing[number]} if args.keys else {})
-            record.update({"goodput": spent[number][1]} if spent else {})
         print(as_json(records))
     elif statuses:
         names = list(differing[0]) if args.keys else []
         rows = [
-            (*_row(status), *(spent[number][0] if spent else ()), *(or_dash(differing[number][name]) for name in names))
+            (*_row(status), *(or_dash(differing[number][name]) for name in names))
             for number, status in enumerate(statuses)
         ]
-        print(table((*HEADER, *(GOODPUT_COLUMNS if spent else ()), *names), rows))
+        print(table((*HEADER, *names), rows))
         _print_reasons(statuses)
     else:
         such = f" with {' and '.join(args.filter)}" if args.filter else " outside of sweeps" if sweeps else ""
         print(f"There are no runs{such} in {str(runs_dir)!r}. List another directory with `--runs-dir DIR`.")
     return 0
-
-
-def _goodput_cells(statuses: Sequence[RunStatus]) -> list[tuple[tuple[str, str], Mapping[str, Any] | None]]:
-    """Return the columns of `--goodput` for each run, and what `--json` prints of it."""
-    from ddp_hpc.cli.details import goodput_and_saves, goodput_columns  # late: only `--goodput` needs it
-
-    found = (goodput_and_saves(RunDir(Path(one.path)), one, now=time.time())[0] for one in statuses)
-    return [(goodput_columns(one), None if one is None else asdict(one)) for one in found]
 
 
 def _print_reasons(statuses: Sequence[RunStatus]) -> None:

@@ -20,7 +20,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
-    """Make both; say where they are."""
     from ddp_hpc.base.durable import atomic_output
     from ddp_hpc.launch.submission.backend import load_backend
     from ddp_hpc.launch.submission.request import request_of_config

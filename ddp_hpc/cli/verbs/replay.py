@@ -56,7 +56,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_code_option(parser: argparse.ArgumentParser) -> None:
-    """Declare `--code`."""
     parser.add_argument(
         "--code",
         type=Path,

@@ -14,7 +14,7 @@ import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TextIO
@@ -152,9 +152,7 @@ def _notes_on_earlier_saves(spec: RunSpec) -> list[str]:
     """Return a line where a new run's script finds files that another run of it has saved."""
     from ddp_hpc.run.workload.script_progress import MOST_FILES, find_saved_files  # late: recipes need none
 
-    files: list[str] = []
-    with suppress(OSError):  # a note is no reason to refuse
-        files = [*find_saved_files(spec.script.progress, Path.cwd())] if spec.script.progress else []
+    files = [*find_saved_files(spec.script.progress, Path.cwd())] if spec.script.progress else []
     if len(files) >= MOST_FILES:
         raise ConfigError(
             f"`script.progress` is {spec.script.progress!r}, which names {MOST_FILES:,} files or more, so ddp-hpc would see no save among them. "

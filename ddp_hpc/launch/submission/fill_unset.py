@@ -88,10 +88,7 @@ def _with_earlier_settings(resolved: Resolved, before: RunSpec | None, environ: 
         if key in was and resolved.sources.get(key) != COMMAND_LINE.source and key not in _PER_SUBMISSION_KEYS
     }
     changed = [key for key in kept if was[key] != now.get(key)]
-    told = [
-        f"`{key}={value_or_hidden(key, was[key])}` (otherwise {'unset' if now.get(key) is None else value_or_hidden(key, now[key])})"
-        for key in changed
-    ]
+    told = [f"`{key}={value_or_hidden(key, was[key])}`" for key in changed]
     if told:
         sys.stderr.write(
             f"note: the run keeps what an earlier command line has set: {', '.join(told)}; a value on the command line changes it\n"
