@@ -25,7 +25,7 @@ TEXTS: Mapping[str, Sequence[str]] = {
         "OSError: [Errno 12] Cannot allocate memory",
         "  what():  std::bad_alloc",
         "slurmstepd: error: Detected 1 oom_kill event in StepId=12.0. Some of the step tasks have been OOM Killed.",
-        "srun: error: node1: task 3: Out Of Memory",
+        "srun: error: node1: tasks 0-3,5: Out Of Memory",
         "Memory cgroup out of memory: Killed process 4242 (python) total-vm:9000kB",
     ],
     "process-limit": [

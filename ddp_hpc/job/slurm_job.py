@@ -59,7 +59,6 @@ class SlurmJob:
         return None if job is None else job.ends_at
 
     def is_preempted(self) -> bool:
-        """Ask whether Slurm is preempting the job."""
         job = self.query_record()
         return job is not None and job.preempted_at is not None
 

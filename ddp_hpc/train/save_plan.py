@@ -43,7 +43,6 @@ class SavePlan:
         self._auto = self.make_auto and self.make_auto()
 
     def is_due(self, step: int) -> bool:
-        """Tell whether to save after this step."""
         return self.next_step(step - 1) == step
 
     def next_step(self, step: int) -> int:

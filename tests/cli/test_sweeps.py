@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -31,6 +32,7 @@ from ddp_hpc.launch.sweep.sweep_dir import (
     record_continued,
 )
 from ddp_hpc.run.config.resolve import resolve
+from ddp_hpc.run.run_dir import ledger
 from ddp_hpc.run.run_dir.ledger import Ledger
 from ddp_hpc.run.spec import RunSpec
 from tests.made_run import add_attempt, add_progress
@@ -199,7 +201,7 @@ def test_the_points_are_listed_with_what_differs_sorted_by_a_metric(
 
 
 def test_a_command_for_one_run_says_how_to_name_a_point_and_delete_says_what_it_deletes(
-    sweep_dir: SweepDir, capsys: pytest.CaptureFixture[str]
+    sweep_dir: SweepDir, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made_sweep(sweep_dir)
 
@@ -209,6 +211,15 @@ def test_a_command_for_one_run_says_how_to_name_a_point_and_delete_says_what_it_
     assert "grid is a sweep" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="grid is a sweep"):
         ddp_hpc.submit(RunSpec(name="grid"), cluster="local")
+
+    there = sweep_dir.run(read_sweep(sweep_dir).points[3])
+    there.path.mkdir()
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(ledger, "host_name", lambda: "workstation-a")
+        add_attempt(there)
+    assert main(["delete", "grid", "--yes"]) != 0
+    assert "was started on workstation-a, and this host" in capsys.readouterr().err
+    shutil.rmtree(there.path)
 
     assert main(["delete", "grid", "--yes"]) == 0
 

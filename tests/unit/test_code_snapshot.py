@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -265,6 +266,21 @@ def test_what_the_run_saves_is_no_code(code: Path, run: RunDir) -> None:
 
     assert "out/ck.pt" not in names(taken)
     assert (taken.path / "out").resolve() == code / "out"
+
+
+def test_the_same_code_in_another_place_has_the_data_that_lie_there(code: Path, run: RunDir, tmp_path: Path) -> None:
+    """A project is copied with its runs to another disk, or submitted from a second clone."""
+    (code / "weights.bin").write_text("old")
+    other, step = tmp_path / "other", tmp_path / "step-5"
+    shutil.copytree(code, other, symlinks=True)
+    (other / "weights.bin").write_text("new")
+    step.mkdir()
+    (take(code, run).path / "package" / "latest").symlink_to(step)  # by a job
+
+    copy = take(other, run).path
+
+    assert (copy / "weights.bin").read_text() == "new"
+    assert (copy / "package" / "latest").resolve() == step
 
 
 def test_the_directory_of_the_runs_is_not_shown_as_a_copy_within_would_have_no_end(code: Path) -> None:

@@ -47,6 +47,8 @@ def test_each_pattern_is_the_first_that_fits_one_of_the_texts(name: str) -> None
         ("RuntimeError: Gloo connectFullMesh failed with [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:144] timed out connecting: SO_ERROR: Connection refused, remote=[10.0.0.2]:51234", "ranks-missing"),
         ("RuntimeError: [Rank 0]: Ranks 1, 3 failed to pass monitoredBarrier in 60000 ms", "collective-timeout"),
         ("RuntimeError: Rank 1 successfully reached monitoredBarrier, but received errors while waiting for send/recv from rank 0.", "collective-timeout"),
+        ("RuntimeError: Application timeout caused pair closure", "collective-timeout"),
+        ("RuntimeError: unable to open shared memory object </torch_1_2_0> in read-write mode: Too many open files (24)", "process-limit"),
         ("RuntimeError: Too many open files. Communication with the workers is no longer possible. Please increase the limit using `ulimit -n` in the shell", "process-limit"),
         ("BlockingIOError: [Errno 11] Unable to create file (unable to lock file, errno = 11, error message = 'Resource temporarily unavailable')", None),
         ("torch.distributed.DistNetworkError: The server socket has failed to listen on any local network address. port: 29500, useIpv6: false, code: -98, name: EADDRINUSE, message: address already in use", "port"),

@@ -199,9 +199,13 @@ def _link_rest(source: Path, target: Path, names: Sequence[str], hidden: set[Pat
     for folder in sorted(folders):
         if (source / folder).is_dir() and not (source / folder).is_symlink():
             for entry in os.scandir(target / folder):
-                is_dead = entry.is_symlink() and not Path(entry).exists()  # a script could not make what it was anew
-                if is_dead and os.path.normpath(Path(folder, entry.name)) not in known:
-                    Path(entry).unlink()
+                own, link = source / folder / entry.name, Path(entry)
+                leads_to = link.readlink() if entry.is_symlink() else own
+                # Of a tree that this one was copied from, with its runs.
+                is_others = leads_to.is_absolute() and leads_to.name == entry.name and leads_to != own
+                is_dead = entry.is_symlink() and not link.exists()  # a script could not make what it was anew
+                if (is_dead or is_others) and os.path.normpath(Path(folder, entry.name)) not in known:
+                    link.unlink()
             with os.scandir(source / folder) as entries:
                 rest = (
                     Path(entry)

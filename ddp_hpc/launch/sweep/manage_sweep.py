@@ -309,7 +309,6 @@ def delete_sweep(sweep_dir: SweepDir, environ: Mapping[str, str]) -> None:
 
 
 def _why_not_delete(sweep_dir: SweepDir, environ: Mapping[str, str]) -> Iterator[str]:
-    """Yield why the sweep must not be deleted."""
     sweep = read_sweep(sweep_dir)
     is_array, there = sweep.backend == "slurm", set[str]()
     if is_array:
@@ -325,3 +324,5 @@ def _why_not_delete(sweep_dir: SweepDir, environ: Mapping[str, str]) -> Iterator
             yield f"job {job.job_id} of {run.name} waits or runs"
         if local.is_working_here(run):
             yield f"its run {run.name} runs on this machine"
+        if (elsewhere := local.why_in_use(run, environ)) is not None:
+            yield elsewhere.rstrip(".")

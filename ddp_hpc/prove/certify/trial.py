@@ -264,7 +264,6 @@ class Trial:
         )
 
     def _read_logs(self, tail_bytes: int = _TAIL) -> dict[int, str]:
-        """Return the end of each rank's log."""
         paths = self.run_dir.attempt_logs(self._number).glob("rank-*.log")
         tails = ((path, path.read_bytes()[-tail_bytes:]) for path in paths)
         return {int(path.stem.partition("-")[2]): tail.decode("utf-8", errors="replace") for path, tail in tails}

@@ -185,7 +185,6 @@ class Drill:
         report.verdict = "FAIL" if bad else "PASS"
 
     def cancel_unfinished(self) -> None:
-        """Cancel the jobs that have not finished."""
         for run in self.submitted:
             if not run.done.exists():
                 with suppress(DdpHpcError):

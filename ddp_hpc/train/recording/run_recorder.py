@@ -175,7 +175,6 @@ class RunRecorder:
         self._known["save_bytes"] = dict(num_bytes)
 
     def record_resume(self, step: int) -> None:
-        """Record the checkpoint from which the run resumes."""
         manifest = checkpoint_names.checkpoint_path(self._run, step) / checkpoint_names.MANIFEST_NAME
         self._known["last_checkpoint"] = step
         with suppress(OSError):  # the file system does not answer: leave the time unknown

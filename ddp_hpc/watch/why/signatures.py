@@ -94,6 +94,16 @@ REGISTRY: Mapping[str, FailureClass] = {
             _on_exception(_ERROR + r".*Cuda failure (?:2 )?'out of memory'"),
         ],
     ),
+    "process-limit": FailureClass(
+        title="a limit of open files, processes or threads is reached",
+        means="The system does not let this process open one more file, or start one more process or thread.",
+        to_do="Use fewer loader processes (`data.num_workers`) and threads (`env.OMP_NUM_THREADS=1`), or raise the limit, which `ulimit -n` (files) and `ulimit -u` (processes and threads) show: on Slurm, by a line in `slurm.setup`, such as `ulimit -n 65536`.",
+        patterns=[
+            _on_os_error(24, "Too many open files"),
+            _on_any_exception("can't start new thread"),
+            _on_line(r"\S*sh: (?:line \d+: )?fork: (?!retry)"),
+        ],
+    ),
     "shared-memory": FailureClass(
         title="shared memory (/dev/shm) is full",
         means="Processes of the DataLoader pass batches through /dev/shm, which is too small for them. Containers often limit it to 64 MB.",
@@ -116,18 +126,8 @@ REGISTRY: Mapping[str, FailureClass] = {
             _on_any_exception("[Errno 12]"),
             _on_line(r"(?:  what\(\):  |terminate called after throwing an instance of ')std::bad_alloc"),
             _on_line(_TIME_REGEX + _STEPD + r"Detected \d+ oom[-_]kill event", "confirmation"),
-            _on_line(_SLURM_ERROR_REGEX + r"(?:task \d+: Out Of Memory|oom-kill)", "confirmation"),
+            _on_line(_SLURM_ERROR_REGEX + r"(?:tasks? [\d,-]+: Out Of Memory|oom-kill)", "confirmation"),
             _on_line(r"(?:\[ *\d+\.\d+\] )?(?:Memory cgroup o|O)ut of memory: Killed process \d+", "confirmation"),
-        ],
-    ),
-    "process-limit": FailureClass(
-        title="a limit of open files, processes or threads is reached",
-        means="The system does not let this process open one more file, or start one more process or thread.",
-        to_do="Use fewer loader processes (`data.num_workers`) and threads (`env.OMP_NUM_THREADS=1`), or raise the limit, which `ulimit -n` (files) and `ulimit -u` (processes and threads) show: on Slurm, by a line in `slurm.setup`, such as `ulimit -n 65536`.",
-        patterns=[
-            _on_os_error(24, "Too many open files"),
-            _on_any_exception("can't start new thread"),
-            _on_line(r"\S*sh: (?:line \d+: )?fork: (?!retry)"),
         ],
     ),
     "port": FailureClass(
@@ -351,7 +351,9 @@ REGISTRY: Mapping[str, FailureClass] = {
             _on_line(r"\[[EF]\d*\s.*due to ProcessGroupNCCL watchdog hang", "either"),
             _on_exception(_ERROR + r".*Watchdog caught collective operation timeout", "either"),
             _on_exception(
-                _ERROR + r".*(?:Timed out waiting \d+ms for |(?:to pass|reached) monitoredBarrier)", "either"
+                _ERROR
+                + r".*(?:Timed out waiting \d+ms for |Application timeout caused pair closure|(?:to pass|reached) monitoredBarrier)",
+                "either",
             ),
         ],
     ),

@@ -54,7 +54,6 @@ class SlurmAnswers:
     """Name of a question -> why it has no answer."""
 
     def why_not(self, name: str) -> str:
-        """Return why a question has no answer."""
         return self.problems.get(name, "Slurm does not answer")
 
 
