@@ -39,6 +39,22 @@ path = run.commit(run.checkpoint_dir / "step-9.tmp")
 assert path == run.latest() and len(list(path.glob("rank-*"))) == 2
 run.exit_for_requeue()
 """
+ONE_WRITES_LATE = """
+import time
+import numpy as np
+import torch.distributed as dist
+from ddp_hpc import attach
+
+dist.init_process_group("gloo")
+run = attach()
+folder = run.checkpoint_dir / "last.tmp"
+folder.mkdir(exist_ok=True)
+dist.barrier()
+if dist.get_rank() == 1:
+    time.sleep(1.0)
+    (folder / "state").write_text("weights")
+assert (run.commit(folder, step=np.int64(3)) / "state").read_text() == "weights"
+"""
 BEFORE_A_GROUP = """
 import os
 from ddp_hpc import attach
@@ -93,6 +109,18 @@ def test_the_example_stopped_with_a_rank_that_hears_late_ends_in_the_bits_that_t
     assert again.returncode == 0, again.stdout + again.stderr
     assert [attempt.cause for attempt in place.attempts("ours")] == ["stop asked", "finished"]
     assert are_equal(checkpoints / LAST, undisturbed)
+
+
+@pytest.mark.long
+def test_a_commit_waits_for_the_rank_that_writes(tmp_path: Path) -> None:
+    """The one with local rank 0 flushes for its host, also where another rank writes all; the step may be NumPy's."""
+    (tmp_path / "late.py").write_text(ONE_WRITES_LATE)
+
+    done = subprocess.run(
+        [*TORCHRUN, "late.py"], cwd=tmp_path, env=ENVIRON, capture_output=True, text=True, check=False, timeout=90
+    )
+
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.long

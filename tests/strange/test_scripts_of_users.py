@@ -168,6 +168,35 @@ def test_a_script_prints_and_ends_as_with_a_plain_python(what: str, tmp_path: Pa
     assert (failure is not None) == (expected.returncode != 0)
 
 
+WITH_A_TEE = """
+import sys
+class Tee:
+    def __init__(self, stream, file):
+        self.targets = stream, file
+    def write(self, text):
+        for target in self.targets:
+            target.write(text)
+{flush}
+sys.stdout = Tee(sys.stdout, open('out.txt', 'w'))
+sys.stderr = Tee(sys.stderr, open('err.txt', 'w'))
+print('trained')
+sys.exit({code})
+"""
+FLUSH = """
+    def flush(self):
+        for target in self.targets:
+            target.flush()
+"""
+
+
+@pytest.mark.parametrize("code", [0, 99])
+def test_a_script_may_replace_its_streams_by_what_only_writes_and_flushes(code: int, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(WITH_A_TEE.format(flush=FLUSH, code=code))
+
+    assert work(tmp_path, "python", "train.py")[0] == (exit_codes.STOPPED if code else exit_codes.FINISHED)
+    assert (tmp_path / "out.txt").read_text() == "trained\n"
+
+
 LEAVES_OPEN = """
 import gzip, io, sys, weakref, kept
 gone = weakref.proxy(set())

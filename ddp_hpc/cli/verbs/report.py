@@ -39,7 +39,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
-    """Write the page, and print its path; or print the page."""
     now = time.time()
     runs_dir = chosen_runs_dir(args.runs_dir, environment)
     sweep_dir = sweep_named(args.run, runs_dir) if args.run else None

@@ -118,7 +118,7 @@ def run_and_exit(main: Callable[[], int]) -> NoReturn:
 
 def exit_at_once(code: int) -> NoReturn:
     """End this process without Python's shutdown, in which torch can abort after all went well."""
-    with suppress(OSError):  # the disk of the log may be full
+    with suppress(Exception):  # the disk of the log may be full, and a script may put anything there
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code)

@@ -40,7 +40,7 @@ def run_as_main(
     finally:
         atexit._run_exitfuncs()  # noqa: SLF001  likewise
     for stream in (sys.stdout, sys.stderr):
-        if stream is not None and not stream.closed:
+        if stream is not None and not getattr(stream, "closed", False):
             stream.flush()
     _close_files()
     return code

@@ -59,7 +59,7 @@ def start_script(
         except BaseException as error:  # noqa: BLE001  nothing may return into this process's own code
             sys.excepthook(type(error), error, error.__traceback__)
         finally:
-            with suppress(OSError, ValueError):
+            with suppress(Exception):  # a script may put anything there
                 sys.stderr.flush()
             os._exit(code)
     return pid

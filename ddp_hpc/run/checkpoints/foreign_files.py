@@ -51,7 +51,7 @@ def step_in_name(folder: Path) -> int | None:
 
 def flush_files(folder: Path) -> None:
     """Flush to the disk what this host has written below a directory; each host that wrote does so before the commit."""
-    for path in _list_files(folder):
+    for path in filter(Path.is_file, folder.rglob("*")):
         with suppress(FileNotFoundError):  # another host's view: rank zero lists the files anew
             fsync_path(path)
 

@@ -218,9 +218,11 @@ class AttachedRun:
             raise ConfigError(
                 f"`commit` got the directory {folder.name!r}, whose name does not end with a step. Name it `step-120.tmp`, or pass `step=120`."
             )
+        step = int(step)  # which may be NumPy's
         with _note_long_wait(
             f"rank {info.rank} has waited for {WAIT_NOTE_S:.0f} s in `commit` of step {step}. All ranks must call it"
         ):
+            self._ranks.sum(torch.zeros(1))  # each has written its files
             problem = self._flush(folder) if info.local_rank == 0 else None
             num_problems = self._ranks.sum(torch.tensor([int(problem is not None)], dtype=torch.int64)).item()
             if info.is_rank_zero and not num_problems:
@@ -236,8 +238,6 @@ class AttachedRun:
 
     def _flush(self, folder: Path) -> Exception | None:
         """Flush what this host has written; return what went wrong."""
-        if not folder.is_dir() and not self._ranks.rank_info.is_rank_zero:
-            return None  # this host wrote nothing, and does not see the directory yet
         try:
             flush_files(folder)
         except (OSError, DdpHpcError) as error:

@@ -57,7 +57,7 @@ class StepSampler(Sampler[list[int]]):
             raise ConfigError(
                 f"The state of step {step} was asked for, but the order goes on from step {self._origin.step}."
             )
-        position = self.order.position_after(self._origin, step - self._origin.step)
+        position = self.order.position_after(self._origin, int(step) - self._origin.step)
         if self._next != self._origin and self._next.epoch - position.epoch not in {0, 1}:
             raise ConfigError(
                 f"The state of step {step} is of epoch {position.epoch}, but the loader has started {self._next.epoch} epochs, so a resumed "
