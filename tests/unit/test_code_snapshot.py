@@ -271,16 +271,20 @@ def test_what_the_run_saves_is_no_code(code: Path, run: RunDir) -> None:
 def test_the_same_code_in_another_place_has_the_data_that_lie_there(code: Path, run: RunDir, tmp_path: Path) -> None:
     """A project is copied with its runs to another disk, or submitted from a second clone."""
     (code / "weights.bin").write_text("old")
-    other, step = tmp_path / "other", tmp_path / "step-5"
+    other, step, cache = tmp_path / "other", tmp_path / "step-5", tmp_path / "cache"
     shutil.copytree(code, other, symlinks=True)
     (other / "weights.bin").write_text("new")
     step.mkdir()
-    (take(code, run).path / "package" / "latest").symlink_to(step)  # by a job
+    cache.mkdir()
+    package = take(code, run).path / "package"
+    (package / "latest").symlink_to(step)  # by a job, as the next
+    (package / "cache").symlink_to(cache)
 
     copy = take(other, run).path
 
     assert (copy / "weights.bin").read_text() == "new"
     assert (copy / "package" / "latest").resolve() == step
+    assert (copy / "package" / "cache").resolve() == cache
 
 
 def test_the_directory_of_the_runs_is_not_shown_as_a_copy_within_would_have_no_end(code: Path) -> None:

@@ -124,6 +124,15 @@ def test_commands_without_a_cluster_are_told_with_what_is_missing(slurm: Slurm) 
         client.config(environ)
 
 
+@pytest.mark.parametrize(("after", "newest"), [([], "60"), (["5_90"], "60"), (["60"], None), (["61_0"], None)])
+def test_the_newest_job_of_a_script_is_after_others_of_which_some_are_tasks_of_arrays(
+    after: list[str], newest: str | None, slurm: Slurm, tmp_path: Path
+) -> None:
+    environ = slurm(squeue=f"printf '4\\037{tmp_path}/job.sbatch\\036\\n60\\037{tmp_path}/job.sbatch\\036\\n'")
+
+    assert client.newest_job_of_script(tmp_path, "/job.sbatch", environ, after=after) == newest
+
+
 def test_a_cluster_that_does_not_answer_is_here(slurm: Slurm) -> None:
     assert client.is_here(slurm(scontrol="echo 'Slurmctld(primary) at head is DOWN'; exit 1", sbatch=""))
     assert client.is_here(slurm(scontrol=failing(CONFIGLESS_DOWN)))

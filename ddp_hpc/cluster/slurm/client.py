@@ -190,7 +190,7 @@ def job_scripts(environ: Mapping[str, str]) -> dict[str, str]:
 
 def newest_job_of_script(folder: Path, name: str, environ: Mapping[str, str], *, after: Iterable[str]) -> str | None:
     """Return the newest job in the queue whose script lies in a directory and has a name that begins so (`/job.sbatch`), `after` all these jobs."""
-    oldest = max(map(int, after), default=0)  # an older job that was cancelled may take minutes to end
+    oldest = max((int(one.partition("_")[0]) for one in after), default=0)  # which may take minutes to end
     folders = {job: text.rpartition(name)[0] for job, text in job_scripts(environ).items() if int(job) > oldest}
     found = (job for job, where in folders.items() if where and Path(where).resolve() == folder.resolve())
     return max(found, key=int, default=None)

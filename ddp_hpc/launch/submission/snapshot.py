@@ -201,8 +201,8 @@ def _link_rest(source: Path, target: Path, names: Sequence[str], hidden: set[Pat
             for entry in os.scandir(target / folder):
                 own, link = source / folder / entry.name, Path(entry)
                 leads_to = link.readlink() if entry.is_symlink() else own
-                # Of a tree that this one was copied from, with its runs.
-                is_others = leads_to.is_absolute() and leads_to.name == entry.name and leads_to != own
+                # Of a tree that this one was copied from, with its runs. A job may have made a link of a name that this tree has not.
+                is_others = leads_to.is_absolute() and leads_to.name == entry.name and leads_to != own and own.exists()
                 is_dead = entry.is_symlink() and not link.exists()  # a script could not make what it was anew
                 if (is_dead or is_others) and os.path.normpath(Path(folder, entry.name)) not in known:
                     link.unlink()
