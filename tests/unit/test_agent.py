@@ -19,7 +19,7 @@ from ddp_hpc.job.workers import AgentWorkers
 from ddp_hpc.prove.drill.injector import NodeProcess
 from ddp_hpc.run.run_dir.failure_reports import first_failure, read_failures
 from ddp_hpc.run.run_dir.paths import RunDir
-from tests.made_run import make_run
+from tests.made_run import add_failure, make_run
 from tests.unit.held_signals import signals_held_back
 
 PATIENCE_S = 60.0
@@ -246,6 +246,18 @@ def test_told_to_end_an_agent_ends_workers_that_do_not_leave_and_stays_for_the_n
     assert not any(psutil.pid_exists(pid) for pid in first.values())
     assert len(notes(run, "imported")) == 1
     assert read_failures(run, 0) == []  # whom the agent killed did not fail
+
+
+def test_the_report_of_a_rank_stays_where_a_signal_ends_it_afterwards(run: RunDir, workers: AgentWorkers) -> None:
+    """As NCCL's watchdog aborts a process whose exception is on its way out."""
+    workers.begin(0, None)
+    first = pids(run, 0)[0]
+    add_failure(run, 0, rank=0, exception="ValueError: its own")
+
+    os.kill(first, signal.SIGABRT)
+
+    assert await_news(workers) == exit_codes.FAILED
+    assert [one.exception for one in read_failures(run, 0) if one.rank == 0] == ["ValueError: its own"]
 
 
 @pytest.mark.parametrize(

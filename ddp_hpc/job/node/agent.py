@@ -30,6 +30,7 @@ from typing import Any
 
 from ddp_hpc.base import exit_codes, processes
 from ddp_hpc.base.errors import ConfigError, exit_code_of
+from ddp_hpc.base.patience import ask_once
 from ddp_hpc.cluster.machine.cgroups import MemoryKills, memory_kills, whose_memory_ran_out
 from ddp_hpc.cluster.rank_probe.deadlines import HangCollector, run_in_child, run_in_thread
 from ddp_hpc.cluster.rank_probe.folder import make_folder
@@ -354,9 +355,8 @@ class Agent:
         if code not in exit_codes.GOOD_CODES and not is_ours and group.deadline is None:
             write_rank_end(self._run, group.attempt, rank, code)
         path, log = self._run.rank_error(group.attempt, rank), self._run.rank_log(group.attempt, rank)
-        if (
-            code < 0 and not is_ours and not path.exists()
-        ):  # a rank that has reported its error may end by NCCL's signal
+        has_reported = ask_once(path, path.exists, unknown=False)  # such a rank may end by a signal of NCCL's
+        if code < 0 and not is_ours and not has_reported:
             report_killed(path, -code, rank=rank, log=log, memory_ran_out=whose_memory_ran_out(group.memory_kills))
         limit_s = self._arguments.teardown_s if code in exit_codes.GOOD_CODES else REPORT_WAIT_S
         if limit_s is not None:

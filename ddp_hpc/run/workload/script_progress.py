@@ -55,9 +55,8 @@ def find_saved_files(pattern: str, work_dir: Path) -> FileStates:
             try:
                 status = path.stat()
             except OSError as error:
-                if (
-                    is_final_error(error) or error.errno == errno.ELOOP
-                ):  # a writer has renamed it, or its link leads nowhere
+                # A writer has renamed it, or its link leads nowhere.
+                if is_final_error(error) or error.errno == errno.ELOOP:
                     continue
                 raise
             if stat.S_ISREG(status.st_mode) and path.suffix != ".tmp":

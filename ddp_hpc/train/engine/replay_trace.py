@@ -91,9 +91,8 @@ class _StepTrace(StepObserver):
         if request.every_state or step in request.state_steps:
             self._write_state(step, is_whole=step in request.state_steps)
         if step in request.digest_steps:
-            tensors = training_state.replicated_tensors(
-                t.state
-            )  # as all ranks have them; in DDP, buffers are rank zero's
+            # As all ranks have them: in DDP, buffers are rank zero's.
+            tensors = training_state.replicated_tensors(t.state)
             self._write({"step": step, "digest": digests.combined_digest(digests.digests_of_tensors(tensors))})
         self._entries = []
         if step < request.end_step:
