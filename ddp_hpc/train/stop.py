@@ -44,19 +44,22 @@ class StopFlag:
 
     def __init__(self, stop_file: Path | None, signals: Collection[int] = STOP_SIGNALS) -> None:
         self._stop_file = stop_file
-        self._signals = signals
+        self._handlers_before = {number: signal.getsignal(number) for number in signals}
         self._pid = os.getpid()
         self._signalled = False
+        self.is_listening = False
 
-    def listen(self) -> None:
+    def listen(self, *, keeps_newer: bool = False) -> None:
         """Install handlers by which the stop signals set the flag.
 
         Forked processes inherit them. There, SIGTERM ends the process as if nobody had listened, because `multiprocessing` ends its
         processes by it and waits; so helpers of a script may end before its ranks where SIGTERM goes to all processes of a job step. The
-        other stop signals have no effect there.
+        other stop signals have no effect there. With `keeps_newer`, a handler stays that was set since this flag was made.
         """
-        for number in self._signals:
-            signal.signal(number, self._on_signal)
+        self.is_listening = True
+        for number, before in self._handlers_before.items():
+            if not keeps_newer or signal.getsignal(number) == before:
+                signal.signal(number, self._on_signal)
         _restore_sigterm_in_forks()
         unblock_signals()
 

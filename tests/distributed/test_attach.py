@@ -55,6 +55,25 @@ if dist.get_rank() == 1:
     (folder / "state").write_text("weights")
 assert (run.commit(folder, step=np.int64(3)) / "state").read_text() == "weights"
 """
+ATTACHES_FIRST = """
+import os, time
+from pathlib import Path
+import torch.distributed as dist
+from ddp_hpc import attach
+
+if os.environ["RANK"] == "1":
+    while not Path("go").exists():
+        time.sleep(0.05)
+run = attach()
+print("attached", flush=True)
+dist.init_process_group("gloo")
+step = 0
+while not run.should_stop(step := step + 1):
+    print("steps", flush=True)
+    time.sleep(0.05)
+print("stops", flush=True)
+run.exit_for_requeue()
+"""
 BEFORE_A_GROUP = """
 import os
 from ddp_hpc import attach
@@ -76,6 +95,27 @@ def are_equal(one: Path, other: Path) -> bool:
     first, second = torch.load(one / "state.pt"), torch.load(other / "state.pt")
     tensors = zip(*(torch.utils._pytree.tree_leaves(state) for state in (first, second)), strict=True)
     return all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in tensors)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_a_stop_ends_ranks_that_wait_for_others_to_start_and_is_heard_once_all_have_met(
+    has_begun: bool, place: Place
+) -> None:
+    (place.path / "early.py").write_text(ATTACHES_FIRST)
+    assert place.submit(TWO, "python", "early.py", wait=False).returncode == 0
+    until(lambda: "attached" in place.log("early"))
+    if has_begun:
+        (place.path / "go").touch()
+        until(lambda: all("steps" in place.log("early", rank) for rank in range(2)))
+
+    done = place.ddp_hpc("stop", "early")
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    until(lambda: place.attempts("early")[-1].ending is not None)
+    (attempt,) = place.attempts("early")
+    assert (attempt.ending, attempt.cause) == ("stopped", "stop asked")
+    assert ("stops" in place.log("early")) == has_begun
 
 
 @pytest.mark.long

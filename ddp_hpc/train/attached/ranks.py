@@ -62,7 +62,7 @@ class ScriptRanks:
     @property
     def rank_info(self) -> RankInfo:
         """This rank; the script's process group counts where it has one, as with `torch.multiprocessing.spawn`."""
-        if not _has_group():
+        if not has_group():
             return self._launched
         world = dist.group.WORLD
         if self._info_of() is not world:  # asked at each step
@@ -86,7 +86,7 @@ class ScriptRanks:
     def _own_group(self) -> Any:
         # A group beside the script's: what the ranks exchange here never mixes with what the script has in flight on its own,
         # and needs no GPU.
-        if not _has_group():
+        if not has_group():
             raise ConfigError(
                 f"This is rank {self._launched.rank} of {self._launched.world_size}, but the script has not called "
                 "`torch.distributed.init_process_group` yet, so its ranks cannot agree. Call it first."
@@ -105,7 +105,7 @@ class ScriptRanks:
         info = self.rank_info
         if info.world_size == 1:
             return value
-        if _has_group() or not info.is_store_hosted:
+        if has_group() or not info.is_store_hosted:
             return int(self.sum(torch.tensor([value if info.is_rank_zero else 0], dtype=torch.int64)).item())
         key, store = self._next_key, self._own_store()
         self._num_shared += 1
@@ -120,7 +120,7 @@ class ScriptRanks:
 
     def send_heartbeat(self) -> None:
         """On rank zero: keep the others waiting in `broadcast_from_rank_zero`, as it still works on its number; nearly free if called often."""
-        if self.rank_info.world_size > 1 and self.rank_info.is_store_hosted and not _has_group():
+        if self.rank_info.world_size > 1 and self.rank_info.is_store_hosted and not has_group():
             self._own_store().heartbeat(self._next_key)
 
     def _own_store(self) -> SealedStore:
@@ -134,5 +134,6 @@ class ScriptRanks:
         return self._store
 
 
-def _has_group() -> bool:
+def has_group() -> bool:
+    """Tell whether the script has made its process group."""
     return dist.is_available() and dist.is_initialized()

@@ -33,7 +33,7 @@ from ddp_hpc.run.run_dir.ownership import is_fenced, next_attempt, release_claim
 from ddp_hpc.run.run_dir.paths import RunDir, RunPath
 from ddp_hpc.run.run_dir.records import read_rendezvous_token
 from ddp_hpc.run.spec import CheckpointSpec
-from ddp_hpc.train.attached.ranks import ScriptRanks, rank_info_of_script
+from ddp_hpc.train.attached.ranks import ScriptRanks, has_group, rank_info_of_script
 from ddp_hpc.train.attached.report import ScriptReport
 from ddp_hpc.train.attached.step_sampler import StepSampler
 from ddp_hpc.train.data.sample_order import SampleOrder
@@ -57,8 +57,9 @@ class _CheckpointDir(RunDir):
 def attach(checkpoint_dir: str | Path | None = None, *, stop_signals: Sequence[str] = ()) -> AttachedRun:
     """Return the run that this script belongs to; call it on every rank, in the main thread.
 
-    From then on, stop signals (SIGTERM, SIGUSR2, `script.stop_signal` and `stop_signals`, such as `USR1`) only set a flag that
-    `should_stop` reads. `checkpoint_dir` counts outside of ddp-hpc (default: `checkpoints`). A second call returns the same run.
+    From then on, or where the script makes its process group later, from the first `should_stop` on, stop signals (SIGTERM, SIGUSR2,
+    `script.stop_signal` and `stop_signals`, such as `USR1`) only set a flag that `should_stop` reads; before, they end the rank. `checkpoint_dir`
+    counts outside of ddp-hpc (default: `checkpoints`). A second call returns the same run.
 
     Raises:
         ConfigError: if it is called in another thread than the main one, or a signal does not exist.
@@ -79,8 +80,10 @@ def attach(checkpoint_dir: str | Path | None = None, *, stop_signals: Sequence[s
             ) from error
         run = RunDir(Path(facts["run"])) if facts else _CheckpointDir(Path(checkpoint_dir or DEFAULT_DIR).absolute())
         flag = StopFlag(run.stop_request if facts else None, signals)
-        flag.listen()
-        _pid_and_run = os.getpid(), AttachedRun(run, flag, facts, os.environ)
+        attached = AttachedRun(run, flag, facts, os.environ)
+        if attached.world_size == 1 or has_group():  # else a rank could wait for others that the signal ended
+            flag.listen()
+        _pid_and_run = os.getpid(), attached
         # A script that is a new process has not been started as one that answers.
         if folder := os.environ.get(PROBE_FOLDER):
             num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -149,6 +152,8 @@ class AttachedRun:
         except FencedError as error:
             sys.stderr.write(f"{error}\n")
             sys.exit(FENCED)
+        if not self._flag.is_listening and threading.current_thread() is threading.main_thread():
+            self._flag.listen(keeps_newer=True)
         if self._is_stopping and self._ranks.rank_info.is_rank_zero:
             if self._report:
                 self._report.take_values({"step": int(step)}, now=True)
