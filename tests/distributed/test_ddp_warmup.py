@@ -192,6 +192,30 @@ def test_a_batch_that_cannot_be_copied_is_used_itself_and_the_log_says_so(caplog
     assert "cannot be copied (TypeError: cannot pickle 'generator' object)" in caplog.text
 
 
+class WithLoss(nn.Linear):
+    """Has a parameter that the loss alone uses."""
+
+    def __init__(self) -> None:
+        super().__init__(31, 2)
+        self.scale = nn.Parameter(torch.ones(()))
+
+
+def _said_of_a_loss_with_weights(group: Group) -> str:
+    model = WithLoss()
+    wrapped = DistributedDataParallel(model, find_unused_parameters=True)
+    try:
+        (wrapped(torch.ones(4, 31)) * model.scale).sum().backward()
+    except RuntimeError as error:
+        return str(explain_unused(error, model))
+    return ""
+
+
+def test_a_weight_that_the_loss_alone_uses_is_named_where_unused_ones_are_looked_for(tmp_path: Path) -> None:
+    said = in_group(2, _said_of_a_loss_with_weights, tmp_path)
+
+    assert all("a gradient to `scale` twice. With `train.find_unused_parameters=true`" in one for one in said), said
+
+
 class Idle(nn.Linear):
     """Has a parameter that forward does not use."""
 

@@ -27,6 +27,7 @@ from ddp_hpc.run.spec import ScriptSpec
 
 WORK = """
 import multiprocessing, os, sys  # the first as PyTorch does, which agents import
+import zipfile
 from ddp_hpc.base import processes
 from ddp_hpc.job.script.worker import main
 processes.block_awaited_signals()  # as agents do
@@ -198,11 +199,13 @@ def test_a_script_may_replace_its_streams_by_what_only_writes_and_flushes(code: 
 
 
 LEAVES_OPEN = """
-import gzip, io, sys, weakref, kept
+import gzip, io, sys, weakref, zipfile, kept
 gone = weakref.proxy(set())
 rows = open('rows.csv', 'w')
 packed = gzip.open('packed.gz', 'wt')
 raw = open('raw', 'wb')
+archive = zipfile.ZipFile('all.zip', 'w')
+archive.writestr('name', 'text')
 kept.file = open('kept.txt', 'w', encoding='utf-16')
 both = open('both.txt', 'w+')
 sys.stdout = open('printed.txt', 'w')
@@ -231,6 +234,7 @@ def test_files_that_a_script_never_closes_are_written_as_with_a_plain_python(end
     assert ours == plain
     assert len(plain[0]) == 1890
     assert gzip.decompress((folders[1] / "packed.gz").read_bytes()) == plain[0]
+    assert zipfile.ZipFile(folders[1] / "all.zip").read("name") == b"text"
 
 
 @pytest.mark.parametrize("start", ["exec", "fork"])

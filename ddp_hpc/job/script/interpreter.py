@@ -39,6 +39,10 @@ def run_as_main(
         threading._shutdown()  # type: ignore[attr-defined]  # noqa: SLF001  as `multiprocessing` does in a forked process
     finally:
         atexit._run_exitfuncs()  # noqa: SLF001  likewise
+    if threading.active_count() == 1:  # else a daemon thread would find the names gone; of Python, it is stopped before
+        names = vars(sys.modules["__main__"])
+        names.update(dict.fromkeys(one for one in names if not one.startswith("__")))
+        gc.collect()  # what ends by a `__del__`, such as a `zipfile.ZipFile`, ends here
     for stream in (sys.stdout, sys.stderr):
         if stream is not None and not getattr(stream, "closed", False):
             stream.flush()

@@ -96,13 +96,19 @@ def _ready_order(parameters: Sequence[nn.Parameter], backward: Callable[[], obje
 _UNUSED_ERROR_PATTERN = re.compile(
     r"Expected to have finished reduction in the prior iteration(?:.*for rank \d+: ([\d ]+))?", re.DOTALL
 )
+_TWICE_ERROR_PATTERN = re.compile(r"Expected to mark a variable ready only once.*Parameter at index (\d+)", re.DOTALL)
 
 
 def explain_unused(error: Exception, model: nn.Module) -> ConfigError | None:
-    """For DDP's error on parameters without a gradient, return one that names them and the key that helps; else None."""
+    """For DDP's error on parameters without a gradient, or with two, return one that names them and the key that helps; else None."""
+    names = [name for name, one in model.named_parameters() if one.requires_grad]
+    if twice := _TWICE_ERROR_PATTERN.search(text_of(error)):
+        return ConfigError(
+            f"The last backward pass gave a gradient to `{names[int(twice[1])]}` twice. With `train.find_unused_parameters=true`, DDP takes what the "
+            "model's forward does not use for unused: a weight that the loss alone uses. Leave that key out, or call the loss in forward."
+        )
     if (found := _UNUSED_ERROR_PATTERN.search(text_of(error))) is None:
         return None
-    names = [name for name, one in model.named_parameters() if one.requires_grad]
     missing = [f"`{names[number]}`" for number in map(int, (found[1] or "").split()) if number < len(names)]
     return ConfigError(
         f"The last backward pass gave no gradient to {shorten_names(missing, 5) or 'some parameters'}, and "
