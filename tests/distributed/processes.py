@@ -18,6 +18,10 @@ from ddp_hpc.train.process_group import Group, RankInfo
 
 T = TypeVar("T")
 
+# A process's first backward counts the devices. Where `torch.compile` has run before, it finds one more, starts a thread for it, and
+# forked processes can compute no gradients from then on. So the first one comes here, before any test.
+torch.ones((), requires_grad=True).backward()
+
 
 def in_group(world_size: int, function: Callable[[Group], T], folder: Path) -> list[T]:
     """Call `function` on every rank of a group; return what each returned, by rank.
