@@ -10,6 +10,7 @@ TEXTS: Mapping[str, Sequence[str]] = {
         "RuntimeError: CUDA out of memory. Tried to allocate 20.00 MiB",
         "torch.AcceleratorError: CUDA error: out of memory",
         "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "RuntimeError: Unexpected error from cudaGetDeviceCount(). Did you run some cuda functions before calling NumCudaDevices() that might have already set an error? Error 2: out of memory",
         "torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:3384, unhandled cuda error\nLast error:\nCuda failure 2 'out of memory'",
     ],
     "shared-memory": [
@@ -36,6 +37,7 @@ TEXTS: Mapping[str, Sequence[str]] = {
     "port": [
         "torch.distributed.DistNetworkError: The server socket has failed to listen on any local network address. port: 29500, useIpv6: false, code: -98, name: EADDRINUSE, message: address already in use",
         "OSError: [Errno 98] Address already in use",
+        "torch.distributed.DistNetworkError: Ping failed, invalid value returned from server. Expected: 8199, Got: 1347703880",
     ],
     "socket-path": [
         "OSError: AF_UNIX path too long",
@@ -76,6 +78,7 @@ TEXTS: Mapping[str, Sequence[str]] = {
     ],
     "nccl-network": [
         "torch.distributed.DistBackendError: NCCL error: internal error\nLast error:\nBootstrap : no socket interface found",
+        "torch.distributed.DistNetworkError: The client socket has failed to connect to any network address of (10.1.0.1, 29500). The client socket has failed to connect to 10.1.0.1:29500 (errno: 113 - No route to host).",
         "torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:3384, unhandled system error\nLast error:\nsocketStartConnect: Connect to 10.0.0.2<4> failed : No route to host",
     ],
     "gpu-fault": [

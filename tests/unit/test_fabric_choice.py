@@ -237,3 +237,20 @@ def test_a_node_without_a_network_is_told_so() -> None:
 
 def test_the_kernel_says_where_an_address_is_reached_from() -> None:
     assert source_address("127.0.0.1") == "127.0.0.1"
+
+
+def test_an_address_that_another_node_has_too_leads_to_no_node() -> None:
+    facts = {
+        "node1": [
+            LO,
+            interface("usb0", "16.1.15.2/24", speed_mbps=10000),
+            interface("eno1", "10.1.0.5/24", speed_mbps=1000),
+        ],
+        "node2": [
+            LO,
+            interface("usb0", "16.1.15.2/24", speed_mbps=10000),
+            interface("eno1", "10.2.0.5/24", speed_mbps=1000),
+        ],
+    }
+
+    assert choose_address(facts, list(facts), []).value == "10.1.0.5"

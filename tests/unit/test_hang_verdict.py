@@ -26,6 +26,7 @@ IN_C: tuple[str, ...] = ()
         ([WAITS, WAITS], 2, None),
         ([WORKS, WORKS], 2, None),
         ([None, None, WAITS], 3, None),
+        ([WORKS, WORKS, None, None], 4, None),
         ([None, None, WORKS, WAITS], 4, (2, "is in /data/photos.py:12 in __getitem__")),
         ([WORKS], 1, (0, "is in /data/photos.py:12 in __getitem__")),
         ([WAITS], 1, (0, f"is in {WAITS[0]}")),
@@ -39,6 +40,7 @@ IN_C: tuple[str, ...] = ()
         "all wait for each other",
         "all work",
         "several say nothing, one waits",
+        "several say nothing, the others work",
         "several say nothing, one works",
         "alone",
         "alone in a collective",
@@ -95,6 +97,7 @@ FAULTY = NetworkFindings(
         ([REDUCES], None, "behind", 1),
         ([REDUCES, REDUCES.replace("9", "7")], None, "network", -1),
         ([REDUCES, BROADCASTS], None, "different", -1),
+        ([WORKS[0], WORKS[0]], None, "", -1),
         ([], None, "", -1),
         ([REDUCES] * 4, FAULTY, "link", -1),
         ([REDUCES, REDUCES, None, REDUCES], FAULTY, "link", -1),  # node3's own link explains why it is silent

@@ -9,13 +9,18 @@ from ddp_hpc.run.run_dir.failure_reports import WorkerFailure
 from ddp_hpc.run.run_dir.ledger import Cause
 from ddp_hpc.watch.why.findings import AttemptFacts
 from ddp_hpc.watch.why.verdict import verdict_of
-from tests.unit.test_why_verdict import OOM_KILL, USERS, facts, raised, report, reset
+from tests.unit.test_why_verdict import OOM_KILL, RESET, USERS, facts, raised, report, reset
 
 NCCL = "torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:3384, unhandled system error (run with NCCL_DEBUG=INFO for details), NCCL version 2.21.5\nLast error:\n"
 LOADER_KILLED = "RuntimeError: DataLoader worker (pid 42) is killed by signal: Killed. "
 LOADER_ENDED = "RuntimeError: DataLoader worker (pid(s) 42) exited unexpectedly"
 THEN = "\nThe above exception was the direct cause of the following exception:\n\n"
 WATCHDOG = "terminate called after throwing an instance of 'c10::DistBackendError'\n  what():  [PG ID 0 PG GUID 0(default_pg) Rank 1] Process group watchdog thread terminated with exception: "
+
+
+DUMP = "\nFatal Python error: Aborted\n" + 5 * (
+    "\nThread 0x00007f00 (most recent call first):\n" + 15 * '  File "threading.py", line 3 in wait\n'
+)
 
 
 def traceback_of(text: str) -> str:
@@ -56,7 +61,9 @@ def error(rank: int, text: str, **more: object) -> WorkerFailure:
         (facts(error(1, "RuntimeError: cuDNN error: CUDNN_STATUS_NOT_INITIALIZED", is_hardware=True)), "unknown", 1),
         (facts(error(1, "RuntimeError: CUDA error: device-side assert triggered", is_hardware=True)), "device-assert", 1),
         (facts(error(1, "RuntimeError: CUDA error: uncorrectable ECC error encountered", is_hardware=True)), "gpu-fault", 1),
+        (facts(error(0, NCCL + "socketPollConnect: connect to 10.0.0.2<45423> returned Connection refused", is_secondary=True, at=1.0), error(3, "KeyError: 7", at=1.5)), "user-exception", 3),
         # ranks that never met
+        (facts(error(1, "DistNetworkError: The client socket has failed to connect to any network address of (10.1.0.1, 29500) (errno: 101 - Network is unreachable).", is_secondary=True), logs={0: "", 1: ""}), "nccl-network", 1),
         (facts(error(1, "torch.distributed.DistNetworkError: The client socket has timed out after 60000ms while trying to connect to (node7, 29500).", is_secondary=True)), "ranks-missing", 1),
         (facts(error(0, "torch.distributed.DistNetworkError: The server socket has failed to listen on any local network address. port: 80, code: -13, name: EACCES", is_secondary=True)), "unknown", 0),
         # a line of the setup, before ranks that trained
@@ -65,6 +72,8 @@ def error(rank: int, text: str, **more: object) -> WorkerFailure:
         (facts(report(1, signal=6), logs={0: "", 1: WATCHDOG + "NCCL error: remote process exited or there was a network error, NCCL version 2.21.5"}), "unknown", 0),
         (facts(report(1, signal=6), logs={1: WATCHDOG + "CUDA error: uncorrectable ECC error encountered"}), "gpu-fault", 1),
         (facts(report(1, signal=6), logs={1: "[F321 02:07:08.408271257 ProcessGroupNCCL.cpp:1557] [PG ID 0 Rank 1] Terminating the process after attempting to dump debug info, due to ProcessGroupNCCL watchdog hang."}), "collective-timeout", 1),
+        (facts(report(1, signal=6), logs={1: WATCHDOG + "CUDA error: uncorrectable ECC error encountered" + DUMP}), "gpu-fault", 1),
+        (facts(report(1, signal=6), logs={1: "[default1]:" + WATCHDOG + "CUDA error: uncorrectable ECC error encountered"}), "gpu-fault", 1),
         # ranks that waited for another one, which says more
         (facts(error(0, "RuntimeError: [Rank 0]: Ranks 1 failed to pass monitoredBarrier in 60000 ms"), error(1, "KeyError: 7")), "user-exception", 1),
         (facts(error(0, "torch.distributed.DistStoreError: wait timeout after 600000ms, keys: /default_pg/0//cuda//0"), error(1, "KeyError: 7")), "user-exception", 1),
@@ -109,6 +118,8 @@ def test_a_long_message_without_blanks_is_searched_in_a_moment() -> None:
         ("srun: error: node1: task 1: Out Of Memory", "host-memory"),
         ("srun: error: node2: task 2: Out Of Memory", "killed"),
         ("srun: error: node1.hpc: task 1: Out Of Memory", "host-memory"),
+        ("srun: error: node1: tasks 0-1: Out Of Memory", "host-memory"),
+        ("srun: error: node2: tasks 2-3: Out Of Memory", "killed"),
     ],
 )  # fmt: skip
 def test_memory_that_ran_out_in_another_step_or_on_another_node_killed_no_rank(console: str, failure: str) -> None:
@@ -158,3 +169,37 @@ def test_a_process_that_cannot_be_started_is_told_from_a_lock_that_is_held(place
 
     assert verdict_of(facts(report(1, exit_code=1), logs={1: text})).failure == failure
     assert verdict_of(facts(raised(1, text))).failure == failure
+
+
+@pytest.mark.parametrize("prefix", ["3: ", " 3: ", "worker-3 | ", "[default3]:[rank3]: "])
+def test_a_traceback_is_read_whatever_stands_before_each_line(prefix: str) -> None:
+    text = "".join(f"{prefix}{line}\n" for line in traceback_of("KeyError: 7").splitlines())
+
+    found = verdict_of(facts(report(3, exit_code=1), logs={3: text}))
+
+    assert (found.failure, found.detail, found.place) == ("user-exception", "KeyError: 7", "/home/me/train.py:3 in f")
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_of_the_ranks_in_one_log_the_one_that_lost_its_connection_is_not_the_cause(first: int) -> None:
+    ranks = [traceback_of("ValueError: bad label"), traceback_of(RESET)]
+    text = ranks[first] + ranks[1 - first] + traceback_of("torch.distributed.elastic.errors.ChildFailedError: ")
+
+    found = verdict_of(facts(report(0, exit_code=1), logs={0: text}))
+
+    assert (found.failure, found.detail) == ("user-exception", "ValueError: bad label")
+
+
+def test_of_an_exception_that_a_loaders_process_passed_on_its_own_first_line_counts() -> None:
+    more = "\nCUDA kernel errors might be asynchronously reported.\nCompile with `TORCH_USE_CUDA_DSA` to enable assertions."
+    inner = traceback_of("RuntimeError: CUDA error: initialization error" + more).replace(
+        "/home/me/train.py", "/v/site-packages/torch/utils/data/_utils/fetch.py"
+    )
+    inner = inner.replace(
+        " in f\n    x\n", ' in fetch\n    x\n  File "/home/me/data.py", line 3, in __getitem__\n    x\n'
+    )
+    text = "RuntimeError: Caught RuntimeError in DataLoader worker process 0.\nOriginal " + inner
+
+    found = verdict_of(facts(report(1, text, exception_type="RuntimeError", traceback=traceback_of(text))))
+
+    assert (found.failure, found.detail) == ("user-exception", "RuntimeError: CUDA error: initialization error")

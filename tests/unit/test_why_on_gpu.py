@@ -68,6 +68,10 @@ OTHERS = "Process 823 has 948.00 MiB memory in use. Process 1022 has 1.09 GiB me
             "CUDA out of memory. Tried to allocate 1.70 GiB. GPU 0 has a total capacty of 6.00 GiB of which 0 bytes is free. Process 7 has 512.00 MiB memory in use. Of the allocated memory 2.93 GiB is allocated by PyTorch, and 2.30 GiB is reserved by PyTorch but unallocated.",
             "1.70 GiB more were asked for, and 0.00 of 6.00 GiB are free; this process has 5.23 GiB, of which 2.30 GiB are reserved but unallocated; 1 other process has 0.50 GiB",
         ),
+        (
+            f"{OF_80_GIB}{'Process 7 has 9.77 GiB memory in use. ' * 7}Of the allocated memory 9.00 GiB is allocated by PyTorch, and 0.10 GiB is reserved by PyTorch but unallocated.",
+            "16.00 GiB more were asked for, and 9.72 of 79.18 GiB are free; this process has 9.77 GiB, of which 0.10 GiB are reserved but unallocated; 6 other processes have 58.62 GiB",
+        ),
         ("CUDA out of memory. Tried to allocate 20.00 MiB", ""),
     ],
 )

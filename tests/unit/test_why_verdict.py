@@ -551,7 +551,6 @@ def test_a_traceback_that_a_program_survived_is_caught() -> None:
         ("[default3]:KeyError: 1", "KeyError: 1"),
         ("[1,3]<stderr>:KeyError: 1", "KeyError: 1"),
         ("[prterun-n1-77,3]<stderr>: KeyError: 1", "KeyError: 1"),
-        ("2: Traceback (most recent call last):", "Traceback (most recent call last):"),
         ("a\x00b\x07c", "abc"),
         ("[0] is an item", "[0] is an item"),
     ],

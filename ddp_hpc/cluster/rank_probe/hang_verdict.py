@@ -94,7 +94,7 @@ def straggler(
     busy = [stand for stand in stands if not stand.waits_for_others]
     if len(silent) == 1:
         return silent[0], "did not print its stack: the process is stopped, or its node has no network"
-    if busy and len(busy) < world_size:
+    if busy and len(busy) < len(stands) + len(lost_peer):  # somebody waits
         return busy[0].rank, f"is in {busy[0].place}"
     if world_size == 1 and stands:
         return 0, f"is in {stands[0].place}"
@@ -122,6 +122,12 @@ def _judge_nobody(
         is_same = len({_LINE_NUMBER.sub("", stand.place) for stand in stands}) == 1
         kind = "network" if is_same else "different"
         places = [f"rank {stand.rank} is in {stand.place}" for stand in stands]
+        if not any(stand.waits_for_others for stand in stands):
+            return (
+                "",
+                -1,
+                f"no rank's stack shows that it waits for another one: {shorten_names(places, _MOST_NAMED, between='; ')}",
+            )
         how += "" if is_same else f", in different calls ({shorten_names(places, _MOST_NAMED, between='; ')})"
     if network is None or network.problem:
         how += f": check the network between the nodes{f' ({network.problem})' if network else ''}"

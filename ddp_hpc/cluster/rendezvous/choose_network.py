@@ -193,6 +193,9 @@ def _choose_shared_subnet(
 
 def _choose_routed(zero: str, candidates: Sequence[Interface], others: Mapping[str, Sequence[Interface]]) -> Chosen:
     """Choose the fastest kind of network that all nodes have, or else the fastest network; routers must connect the subnets."""
+    # What has the same address on another node, as the management card's does, leads to the node itself.
+    taken = {address for has in others.values() for nic in has for address in usable_addresses(nic)}
+    candidates = [nic for nic in candidates if usable_addresses(nic)[0] not in taken] or candidates
     for nic in candidates:
         if all(any(fabric(theirs) == fabric(nic) for theirs in has) for has in others.values()):
             rule = f"no subnet has all nodes; {fabric(nic)} is the fastest kind that all nodes have, and routers must connect them"

@@ -118,7 +118,7 @@ _LOST_CONNECTION_TEXTS = (
     # NCCL's, and those of its watchdog, where the error of another rank reaches this one
     *("remote process exited or there was a network error", "Connection closed by remote peer"),
     *("NCCL communicator was aborted", "Watchdog caught collective operation timeout"),
-    *("socketStartConnect: Connect to", "socketPollConnect"),
+    *("socketStartConnect: Connect to", "socketPollConnect", "NET/IB: Got completion from peer"),
     *("SocketProgressOpt: Call to", "socketProgressOpt: Call to"),
 )
 _STORE_ERROR_TEXTS = ("The server socket has failed to listen", "(gai error:")

@@ -7,13 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from traceback import FrameSummary
 
+from ddp_hpc.watch.why.signatures import match_exception
+
 _HEADER = re.compile(r"(?P<before>(?:.*\W)?)Traceback \(most recent call last\)?:?$")
 """Before it, there may be an indentation, a logger's time and level, or a progress bar; rich's narrow boxes cut its end off."""
 _FRAMES = (
     re.compile(r'\s*(?:> )?File "(?P<file>[^"]+)", line (?P<line>\d+)(?:, in (?P<function>.+))?$'),  # Python, loguru
     re.compile(r"\s(?P<file>\S+):(?P<line>\d+)(?: in (?P<function>.+))?$"),  # rich, Typer
 )
-_FOLDED = re.compile(r"\s/\S*$")
+_FOLDED = re.compile(r"\s/\S{0,4000}$")
 """The first part of a path that is too long for rich's box."""
 _FINAL = re.compile(r"(?P<type>[A-Za-z_][\w.]*)(?:: .*|:)?$", re.DOTALL)
 _CHAIN_PATTERN = re.compile(r"(?:During handling of the above exception|The above exception was the direct cause)")
@@ -127,5 +129,9 @@ def uncaught(lines: Sequence[str], *, num_more: int = 0) -> Raised | None:
     more = [line for line in lines[found[-1].at + 1 :] if not _NOISE.match(line)] if found else []
     if not found or (len(more) > num_more and not _ADVICE_AT_EXIT.search(more[-1])):
         return None
-    near = (one for one in reversed(found) if one.at > found[-1].at - NEAR_END_LINES)
-    return next((one for one in near if not _LAUNCHER_PATTERN.match(one.text)), found[-1])
+    if not _LAUNCHER_PATTERN.match(found[-1].text):
+        return found[-1]
+    near = [one for one in reversed(found) if one.at > found[-1].at - NEAR_END_LINES]
+    near = [one for one in near if not _LAUNCHER_PATTERN.match(one.text)]
+    causes = (one for one in near if (match := match_exception(one.text)) is None or match.role != "cascade")
+    return next(causes, (near or found[-1:])[0])

@@ -18,8 +18,8 @@ _LONGEST = 2000
 _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
 _SIDE, _BOX, _BOX_AND_LINE = "\N{BOX DRAWINGS LIGHT VERTICAL}", frozenset("╭╮╰╯┌┐└┘│"), "╭╮╰╯┌┐└┘─ "
-_PREFIX = re.compile(r"(?:\[(?:rank|default)\d+\]:? ?|\[[\w.@-]+,\d+\]<std(?:out|err)>: ?|\d+: (?=Traceback|\S*Error))")
-"""What PyTorch (`[rank1]: `), torchrun (`[default1]:`), `mpirun --tag-output` (`[1,3]<stderr>:`) and `srun --label` (`1: `) write before a line."""
+_PREFIX = re.compile(r"(?:\[(?:rank|default)\d+\]:? ?|\[[\w.@-]+,\d+\]<std(?:out|err)>: ?)+")
+"""What PyTorch (`[rank1]: `), torchrun (`[default1]:`) and `mpirun --tag-output` (`[1,3]<stderr>:`) write before a line."""
 
 
 @dataclass(frozen=True)

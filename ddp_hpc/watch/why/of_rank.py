@@ -39,9 +39,11 @@ def verdict_from_report(facts: AttemptFacts, failure: WorkerFailure) -> Verdict:
         host=failure.host,
         at=failure.at,
         step=None if failure.of_script or not failure.step else failure.step,
-        # Of an exception that a DataLoader's process has passed on, the last line is the original's.
-        detail=lines[-1] if _PASSED_ON.search(lines[0]) else lines[0],
+        detail=lines[0],
     )
+    if _PASSED_ON.search(lines[0]):  # the original's text counts
+        passed = tracebacks(lines)
+        verdict = replace(verdict, detail=passed[-1].first_line if passed else lines[-1])
     if failure.is_diverged:
         return add_log_line(replace(verdict, failure="nan"), facts)
     if failure.signal is not None and failure.memory_ran_out:
@@ -59,7 +61,7 @@ def verdict_from_report(facts: AttemptFacts, failure: WorkerFailure) -> Verdict:
     if raised is not None and (found is None or found.name == "data"):
         found = _match_of_cause(raised) or found
     if found is None:
-        found = Match(_class_by_fields(failure), "root")
+        found = Match(_class_by_fields(failure), "either" if failure.is_secondary else "root")
     verdict = add_log_line(replace(verdict, failure=found.name, role=found.role, place=_place(raised)), facts)
     if of_save := _NO_COMMIT_PATTERN.search(failure.exception):
         verdict = replace(verdict, rank=int(of_save["rank"]), host=of_save["host"])
@@ -116,7 +118,8 @@ def _match_of_cause(raised: Raised) -> Match | None:
         return Match("process-limit", "root")  # it could not fork; a lock that is held has the same text
     if found is not None and found.name not in {"data", "user-exception"}:
         return found
-    return Match("data", "root") if raised.is_in_data else found
+    # A process of a loader cannot use CUDA that the rank has used: no sample is at fault.
+    return Match("user-exception" if "CUDA" in raised.first_line else "data", "root") if raised.is_in_data else found
 
 
 def _place(raised: Raised | None) -> str:
@@ -157,8 +160,13 @@ def verdict_on_signal(facts: AttemptFacts, verdict: Verdict, number: int) -> Ver
     return replace(verdict, failure=match.name, role=match.role, basis="log", evidence=(evidence,))
 
 
+_OF_STACK = re.compile(r"$|  File |frame #|(?:Current t|T)hread 0x")
+"""A line of a stack that a process prints as it dies: not counted, as there may be any number."""
+
+
 def _matches_at_end(facts: AttemptFacts, verdict: Verdict) -> list[tuple[LogLine, Match]]:
-    return [] if verdict.rank is None else matches_in(facts.logs.get(verdict.rank, ())[-NEAR_END_LINES:])
+    lines = () if verdict.rank is None else facts.logs.get(verdict.rank, ())
+    return matches_in([line for line in lines if not _OF_STACK.match(line.text)][-NEAR_END_LINES:])
 
 
 def _verdict_on_kill(facts: AttemptFacts, verdict: Verdict) -> Verdict:

@@ -48,7 +48,8 @@ def who_has_gpu_memory(text: str) -> str:
     ours = _gib(rf"this process has {_SIZE} memory", text)
     if ours is None:  # in a container, the driver knows this process by another number, so it is among the others
         ours = min((one for one in others if one >= used + kept), default=used + kept)
-        others = [one for one in others if one != ours]
+        if ours in others:
+            others.remove(ours)
     parts = [
         f"{asked:.2f} GiB more were asked for, and {free:.2f} of {total:.2f} GiB are free",
         f"this process has {ours:.2f} GiB, of which {kept:.2f} GiB are reserved but unallocated",

@@ -67,6 +67,7 @@ def _on_cancellation(why: str) -> Pattern:
 
 _ERROR = r"(?:[\w.]*\.)?\w*(?:Error|Exception): "
 """Any exception's type."""
+_NETWORK_ERROR = r"(?:[\w.]*\.)?DistNetworkError: "
 _LOADER_KILL = r"DataLoader worker \(pid(?:\(s\))? [\d, ]+\) is killed by signal: {0}"
 """A process of a DataLoader that a signal ended."""
 _GPU_FAULT = r"CUDA error: (?:uncorrectable (?:NVLink|ECC)|an illegal memory access|unspecified launch failure|misaligned address|unknown error)"
@@ -91,6 +92,7 @@ REGISTRY: Mapping[str, FailureClass] = {
             _on_exception(r"RuntimeError: (?:CUDA|HIP) out of memory"),
             _on_exception(_ERROR + r"(?:CUDA|HIP) (?:driver )?error: out of memory"),
             _on_any_exception("CUDA error: CUBLAS_STATUS_ALLOC_FAILED"),
+            _on_exception(_ERROR + r"Unexpected error from cudaGetDeviceCount\(\).*Error 2: "),
             _on_exception(_ERROR + r".*Cuda failure (?:2 )?'out of memory'"),
         ],
     ),
@@ -137,6 +139,7 @@ REGISTRY: Mapping[str, FailureClass] = {
         patterns=[
             _on_exception(_ERROR + r"The server socket has failed to listen.*EADDRINUSE"),
             _on_any_exception("[Errno 98]"),
+            _on_exception(_NETWORK_ERROR + "Ping failed, invalid value", "either"),  # no store answers there
         ],
     ),
     "socket-path": FailureClass(
@@ -180,7 +183,7 @@ REGISTRY: Mapping[str, FailureClass] = {
     ),
     "driver": FailureClass(
         title="PyTorch and the GPU's driver do not fit together",
-        means="The node's NVIDIA driver is missing or too old for this build of PyTorch, or this build has no code for its GPUs.",
+        means="The node's NVIDIA driver is missing, not ready, or too old for this build of PyTorch, or this build has no code for its GPUs.",
         to_do="Run `nvidia-smi` on the node; install a PyTorch for its CUDA version, or exclude the node (`slurm.exclude`).",
         patterns=[
             _on_exception(_ERROR + r".*driver version is insufficient for CUDA runtime version"),
@@ -213,11 +216,12 @@ REGISTRY: Mapping[str, FailureClass] = {
         ],
     ),
     "nccl-network": FailureClass(
-        title="NCCL finds no network between the nodes",
+        title="no network connects the nodes",
         means="NCCL found no network interface, or there is no route from this node to the address of another one.",
         to_do="Set `network.interfaces` to the one that connects the nodes; NCCL_DEBUG=INFO prints which one NCCL takes.",
         patterns=[
             _on_exception(_ERROR + r".*Bootstrap : no socket interface found"),
+            _on_exception(_NETWORK_ERROR + ".*(?:No route to host|Network is unreachable)", "either"),
             _on_exception(
                 r"(?:[\w.]*\.)?(?:DistBackendError|RuntimeError): .*NCCL.*[cC]onnect to \S+ failed ?: (?:No route to host|Network is unreachable)",
                 "either",
@@ -326,7 +330,7 @@ REGISTRY: Mapping[str, FailureClass] = {
                 "cascade",
             ),
             _on_exception(
-                r"(?:[\w.]*\.)?DistNetworkError: (?!.*(?:The server socket has failed|The client socket has timed out))",
+                _NETWORK_ERROR + "(?!.*(?:The server socket has failed|The client socket has timed out))",
                 "cascade",
             ),
             _on_line(_ABORT_PREFIX + r"NCCL error.*remote process exited", "cascade"),
@@ -338,7 +342,7 @@ REGISTRY: Mapping[str, FailureClass] = {
         to_do="Read the logs of the ranks that are missing: `ddp-hpc logs {run} --attempt {attempt} --all`.",
         patterns=[
             _on_exception(_ERROR + r"Timed out after \d+ seconds waiting for clients", "either"),
-            _on_exception(r"(?:[\w.]*\.)?DistNetworkError: The client socket has timed out", "either"),
+            _on_exception(_NETWORK_ERROR + "The client socket has timed out", "either"),
             _on_exception(_ERROR + r"(?:Gloo connectFullMesh failed|.*wait timeout after \d+ms, keys: )", "either"),
         ],
     ),

@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from ddp_hpc.watch.why.lines import LogLine
 
 _STEP = re.compile(r"\bStepId=(?P<job>\w+)\.(?P<step>\w+)")
-_NODE = re.compile(r"(?:\[?\d[\d:.T-]*\]? )?(?:slurmstepd-(?P<daemon>[\w.-]+): |srun: error: (?P<node>[\w.-]+): task )")
+_NODE = re.compile(
+    r"(?:\[?\d[\d:.T-]*\]? )?(?:slurmstepd-(?P<daemon>[\w.-]+): |srun: error: (?P<node>[\w.-]+): tasks? )"
+)
 
 
 def lines_of_newest_step(lines: Sequence[LogLine], job_id: str, host: str) -> Sequence[LogLine]:
