@@ -98,6 +98,20 @@ def test_a_good_script_gets_no_complaint(
 
 
 @pytest.mark.long
+def test_a_fault_named_twice_is_tried_once_also_in_a_directory_with_a_dollar_and_below_the_runs_dir_of_the_key(
+    tmp_path: Path,
+) -> None:
+    place = tmp_path / "a$HOME"
+    place.mkdir()
+    shutil.copy(SCRIPTS / "good.py", place)
+
+    code, found, output = certificate(place, ["term", "term"], "python", "good.py", settings=["runs_dir=mine"])
+
+    assert (code, [one["verdict"] for one in found["findings"]]) == (0, ["exact"]), output
+    assert {one.name for one in place.iterdir()} == {"good.py", "mine"}
+
+
+@pytest.mark.long
 def test_a_saved_state_of_an_earlier_run_is_left_out_of_the_copies(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(
         "import os, torch\nstep = torch.load('last.pt')['step'] if os.path.exists('last.pt') else 0\n"

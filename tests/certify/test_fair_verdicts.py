@@ -461,6 +461,14 @@ def test_files_of_other_libraries_are_saved_states(name: str) -> None:
     assert is_saved_state(Path(name))
 
 
+@pytest.mark.parametrize("pattern", ["ck/*.dat", "./ck/*.dat", "ck/**/*.dat", "ck/", "**/step-*"])
+def test_a_pattern_means_what_it_means_to_submit(pattern: str) -> None:
+    found = {name for name in ("ck/step-1.dat", "ck/deep/step-1.dat", "out.dat") if is_saved_state(Path(name), pattern)}
+
+    assert "ck/step-1.dat" in found
+    assert "out.dat" not in found
+
+
 def test_a_file_of_many_archives_is_compared_by_its_bytes_and_one_too_large_to_read_is_not(
     tmp_path: Path,
 ) -> None:

@@ -40,7 +40,9 @@ from tests.certify.planted import PLANTED
         ('{"iter": 40, "loss": 1.5e-3, "lr": 0.1}', None, 40, 1.5e-3),
         ("Train Epoch: 1 [640/60000 (1%)]\tLoss: 2.294", 1, None, 2.294),
         ("Epoch [2/10], Step [100/600], Loss: 0.1234", 2, 100, 0.1234),
-        ("{'loss': nan, 'epoch': 0.5}", 0.5, None, None),
+        ("{'loss': nan, 'epoch': 0.5}", 0.5, None, float("nan")),
+        ("step 1,000 loss 0.5", None, 1000, 0.5),
+        ("step [1,2] loss 0.5", None, 1, 0.5),
         ("{'loss': '1.386', 'learning_rate': '4.844e-05', 'epoch': '0.125'}", 0.125, None, 1.386),
         (" 12%|#2        | 12/100 [00:01<00:09,  9.51it/s, loss=0.25]", None, None, 0.25),
         ("12it [00:01,  9.51it/s]", None, None, None),
@@ -70,7 +72,7 @@ def test_a_line_says_where_the_training_is(
     line = parse(text)
 
     assert (line.epoch, line.step) == (epoch, step)
-    assert line.loss == loss or (loss is None and str(line.loss) == "nan")
+    assert line.loss == (None if loss is None else repr(loss))
 
 
 def test_a_line_that_tells_from_which_epoch_the_script_goes_on_is_printed_before_it_has_resumed(tmp_path: Path) -> None:
@@ -92,13 +94,19 @@ def test_steps_that_begin_anew_in_each_epoch_are_told_apart_by_it() -> None:
 
     assert scale_from_lines(lines) == ProgressScale("step", has_epochs=True, stride=10)
     assert positions(lines, scale_from_lines(lines))[2:4] == [(0, 20), (1, 0)]
-    assert losses(lines, scale_from_lines(lines))[1, 10] == 11
+    assert losses(lines, scale_from_lines(lines))[1, 10] == "11.0"
+
+
+def test_a_loss_that_is_not_a_number_is_the_same_as_one_that_is_not_either() -> None:
+    one, other = ([parse(f"step {step} loss nan") for step in (1, 2)] for _ in range(2))
+
+    assert losses(one, scale_from_lines(one)) == losses(other, scale_from_lines(other))
 
 
 def test_the_loss_of_an_evaluation_counts_only_where_the_training_prints_none() -> None:
     lines = [parse(text) for text in ("Eval Epoch: 1 loss 0.7", "Train Epoch: 1 loss 0.3", "Eval Epoch: 2 loss 0.6")]
 
-    assert losses(lines, scale_from_lines(lines)) == {(1,): 0.3, (2,): 0.6}
+    assert losses(lines, scale_from_lines(lines)) == {(1,): "0.3", (2,): "0.6"}
 
 
 @pytest.mark.parametrize("setting", ["accum_iter=1", "print_iter: 4"])

@@ -60,7 +60,9 @@ addEventListener("load", () => {
 def test_the_points_of_a_sweep_can_be_sorted_and_nothing_is_wider_than_the_screen(tmp_path: Path, width: int) -> None:
     folder = large_sweep(tmp_path / "grid", num_points=40, reached=300)
     page = tmp_path / "sweep.html"
-    page.write_text(sweep_page("grid", runs_of(folder), now=BEGIN + 5000).replace("</body>", SORT + "</body>"))
+    page.write_text(
+        sweep_page("grid", runs_of(folder), now=BEGIN + 5000, environ={}).replace("</body>", SORT + "</body>")
+    )
 
     found = visit(framed(page, width, 900), "--window-size=1200,1000")
 

@@ -65,7 +65,7 @@ def test_points_that_have_diverged_come_last_and_the_best_is_the_best_of_the_oth
     values = [goal.value(one) for one in best_first(points, goal)]
 
     assert values == [*sorted([0.5, 1.0, 2.0, 3.0], reverse=is_highest), *[None] * 4]
-    assert "Best loss of the training: 0.5, 0005-point" in Outline(sweep_page("grid", runs, now=NOW)).text
+    assert "Best loss of the training: 0.5, 0005-point" in Outline(sweep_page("grid", runs, now=NOW, environ={})).text
 
 
 def test_the_goodput_of_each_point_is_that_of_its_own_page(tmp_path: Path) -> None:
@@ -83,11 +83,22 @@ def test_points_that_failed_in_one_way_are_counted_and_those_that_cannot_be_read
     runs[0][0].attempts.mkdir()
     runs[1][0].config.unlink()
 
-    text = Outline(sweep_page("grid", runs, now=NOW)).text
+    text = Outline(sweep_page("grid", runs, now=NOW, environ={})).text
 
     assert "24 points: 19 finished, 3 failed, 1 not begun." in text
     assert "0000-point cannot be read:" in text
     assert "3 points : rank 1 on node00: OutOfMemoryError: out of GPU memory (0007-point" in text
+
+
+def test_a_secret_of_a_point_is_not_on_the_page(tmp_path: Path) -> None:
+    runs = runs_of(large_sweep(tmp_path / "grid", num_points=2, reached=300))
+    run = runs[0][0]
+    text = run.config.read_text() + "env: {WANDB_API_KEY: sekrit-abcdef-123456}\n"
+    run.config.unlink()
+    run.config.write_text(text)
+    shown: list[tuple[RunDir, dict[str, object]]] = [(run, {"optimizer": "sekrit-abcdef-123456"}), *runs[1:]]
+
+    assert "sekrit" not in sweep_page("grid", shown, now=NOW, environ={})
 
 
 def test_a_thousand_points_have_a_small_page_with_all_rows_and_as_many_charts_as_one_can_look_at(
@@ -95,7 +106,7 @@ def test_a_thousand_points_have_a_small_page_with_all_rows_and_as_many_charts_as
 ) -> None:
     runs = runs_of(large_sweep(tmp_path / "grid", num_points=100, reached=300)) * 10
 
-    page = sweep_page("grid", runs, now=NOW)
+    page = sweep_page("grid", runs, now=NOW, environ={})
 
     assert len(page) < 2_000_000
     found = Outline(page)
@@ -120,7 +131,7 @@ def test_a_key_with_few_values_has_them_side_by_side_and_a_line_through_the_best
 
 
 def test_the_chart_of_a_key_is_named_by_the_metric_and_the_key(tmp_path: Path) -> None:
-    page = sweep_page("grid", runs_of(large_sweep(tmp_path / "grid", num_points=4, reached=300)), now=NOW)
+    page = sweep_page("grid", runs_of(large_sweep(tmp_path / "grid", num_points=4, reached=300)), now=NOW, environ={})
 
     assert re.findall(r'aria-label="([^"]* over (?!steps)[^",]*)', page) == ["loss over train.lr"]
 

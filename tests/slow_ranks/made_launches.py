@@ -34,6 +34,8 @@ class Made:
     """What each rank launches after it has waited for the others, one after the other."""
     now_and_then: int = 0
     """After how many steps there is one more collective."""
+    extra: str = "all_reduce loss"
+    """That one."""
     delay: Delay = none
     noise_s: float = 0.0
     nodes: Sequence[str] = ()
@@ -47,7 +49,7 @@ class Made:
 
     def summaries(self) -> list[RankReport]:
         chance = random.Random(1)
-        kinds = sorted({*self.buckets, *self.after, "all_reduce loss"})
+        kinds = sorted({*self.buckets, *self.after, self.extra})
         rows: list[list[tuple[str, float]]] = [[] for _ in range(self.world_size)]
         now = 1000.0
         for step in range(self.num_steps):
@@ -60,7 +62,7 @@ class Made:
                     row.append((bucket, at))
                 ends.append(at)
             now = max(ends) + 0.1 * STEP_S
-            extra = ["all_reduce loss"] if self.now_and_then and step % self.now_and_then == 0 else []
+            extra = [self.extra] if self.now_and_then and step % self.now_and_then == 0 else []
             for name in [*self.after, *extra]:
                 for row in rows:
                     row.append((name, now + chance.uniform(0, self.noise_s / 10)))

@@ -86,6 +86,13 @@ def test_the_share_is_that_of_a_step_however_many_collectives_a_step_has(made: M
     assert slow.share == pytest.approx(1 / 3, abs=0.06)
 
 
+@pytest.mark.parametrize(("every", "found"), [(5, [2]), (1, [])])
+def test_a_reduce_that_comes_now_and_then_hides_no_slow_rank(every: int, found: list[int]) -> None:
+    made = Made(num_steps=300, now_and_then=every, extra="reduce loss", delay=of_rank(2, 0.5 * STEP_S))
+
+    assert named(made) == found
+
+
 def test_a_small_delay_is_not_counted_once_for_each_bucket_of_a_step() -> None:
     buckets = ["all_reduce 1", *["all_reduce 400"] * 10, "all_reduce 2"]
     assert named(Made(buckets=buckets, delay=of_rank(2, 0.05 * STEP_S))) == []

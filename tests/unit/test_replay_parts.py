@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -34,7 +35,7 @@ from ddp_hpc.prove.replay.auditing import (
     segments_of,
     verdict_of,
 )
-from ddp_hpc.prove.replay.bisecting import narrow_range
+from ddp_hpc.prove.replay.bisecting import narrow_range, read_known_range
 from ddp_hpc.prove.replay.history import History, environ_of, numeric_variables, read_history
 from ddp_hpc.prove.replay.private_run import WantedSteps, _run_supervised, compute_again, num_gpus_here, replay_spec
 from ddp_hpc.prove.replay.record import StepRecords, compare
@@ -284,6 +285,20 @@ def test_nothing_in_common_is_not_the_same() -> None:
 
 def test_equal_states_count_only_before_the_first_difference() -> None:
     assert narrow_range([10, 20, 60], [40, 50]) == (20, 40)
+
+
+def test_losses_are_compared_where_they_are_means_over_the_same_steps(tmp_path: Path) -> None:
+    logged = {"one": {4: 1.0, 8: 2.0, 12: 3.0, 18: 5.0}, "other": {4: 1.0, 8: 9.0, 18: 6.0}}
+    for name, losses in logged.items():
+        run = RunDir(tmp_path / name)
+        run.path.mkdir()
+        add_metrics(run, ({"kind": "train", "step": step, "loss": loss} for step, loss in losses.items()))
+    one, other = (replace(history(), run=RunDir(tmp_path / name)) for name in logged)
+
+    assert read_known_range(one, other, 20)[1] == 8
+    assert read_known_range(one, other, 7)[1] is None
+    add_metrics(one.run, [{"kind": "train", "step": 8, "loss": 9.0}])
+    assert read_known_range(one, other, 20)[1] is None  # step 18: a mean over six steps, and over ten
 
 
 def test_without_an_equal_state_not_even_the_beginning_is_known() -> None:

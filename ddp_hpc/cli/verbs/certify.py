@@ -94,20 +94,22 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
 def _make_certification(
     args: argparse.Namespace, environment: Mapping[str, str], say: Callable[[str], None]
 ) -> Certification:
-    from ddp_hpc.prove.certify.certificate import Certification, rank_settings
+    from ddp_hpc.prove.certify.certificate import Certification, rank_settings, values_of
     from ddp_hpc.prove.certify.faults import FAULTS
     from ddp_hpc.run.config.resolve import resolve
     from ddp_hpc.run.spec.script import parse_program
 
     if not args.command:
         raise ConfigError("No script is named. Name one: `ddp-hpc certify -- python train.py`.")
-    faults = list(FAULTS) if args.faults == "all" else args.faults.split(",")
+    faults = list(FAULTS) if args.faults == "all" else [*dict.fromkeys(args.faults.split(","))]
     unknown = [name for name in faults if name not in FAULTS]
     if unknown:
         raise ConfigError(f"`--faults` names {unknown[0]!r}, but the faults are {', '.join(FAULTS)}.")
     if args.patience <= 0:
         raise ConfigError(f"`--patience` is {args.patience:g}, but it must be more than 0 seconds.")
-    runs_dir = chosen_runs_dir(args.runs_dir, environment).absolute()
+    asked_dir = values_of(args.settings).get("runs_dir")
+    runs_dir = args.runs_dir or (Path(asked_dir) if asked_dir else chosen_runs_dir(None, environment))
+    runs_dir = runs_dir.absolute()
     words = [*args.settings, *rank_settings(args.settings), *runs_dir_setting(runs_dir)]
     resolved = resolve(None, words, environment, site=args.site, is_for_slurm=False, command=args.command)
     if resolved.spec.resources.nodes > 1:
@@ -121,12 +123,13 @@ def _make_certification(
         settings=[*args.settings, *([f"--site={site}"] if site else [])],
         faults=faults,
         work_dir=Path.cwd(),
-        folder=runs_dir / f"certify-{parse_program(args.command).name}-{time.strftime('%m%d-%H%M%S')}",
+        folder=runs_dir / f"certify-{parse_program(args.command).name}-{time.strftime('%m%d-%H%M%S')}-{os.getpid()}",
         left_out=(runs_dir, *runs_dir.glob("certify-*")),
         may_change=args.may_change,
         seed=secrets.randbelow(SEED_BOUND) if args.random_seed is None else args.random_seed,
         patience_s=args.patience,
         is_kept=args.keep,
+        progress=resolved.spec.script.progress,
         environ=environment,
         say=say,
     )

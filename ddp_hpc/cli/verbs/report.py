@@ -46,7 +46,7 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
         if args.against:
             raise ConfigError("`--against` compares two runs, and this is a sweep. Name a point of it as SWEEP/POINT.")
         points = [(sweep_dir.run(point), point.shown_settings) for point in read_sweep(sweep_dir).points]
-        name, text = sweep_dir.name, sweep_page(sweep_dir.name, points, now=now)
+        name, text = sweep_dir.name, sweep_page(sweep_dir.name, points, now=now, environ=environment)
     else:
         chosen = chosen_run(args, environment)
         other = find_run(args.against, runs_dir) if args.against else None

@@ -113,13 +113,14 @@ def _verdict_of(summaries: Sequence[RankReport], group: str) -> SlowRankVerdict:
             unknown="the ranks have no collectives of gloo in common, in which each waits for all, in what they have reported"
         )
     reference = [sorted(times)[(len(times) - 1) // 2] for times in joined.at_s]  # of two ranks, the one that waits
-    starts = _newest_starts(step_starts(joined.kinds, reference), reference)
+    all_starts = step_starts(joined.kinds, reference)
+    starts = _newest_starts(all_starts, reference)
     if not starts:
         return SlowRankVerdict(unknown="the collectives do not repeat in steps")
     num_steps = len(starts) - 1
     if num_steps < LEAST_STEPS:
         return SlowRankVerdict(unknown=f"fewer than {LEAST_STEPS} steps have been seen of all ranks")
-    if 2 * max(_num_to_one_launches(one) for one in joined.ranks) >= num_steps:
+    if 2 * max(_num_to_one_launches(one) for one in joined.ranks) >= len(all_starts) - 1:
         return SlowRankVerdict(unknown="ranks wait for single other ranks in each step")
     found = _compare(joined, reference, starts)
     return replace(found, slow=tuple(replace(one, cause=cause_of(one, found.slow, joined.ranks)) for one in found.slow))

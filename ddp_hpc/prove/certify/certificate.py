@@ -80,6 +80,8 @@ class Certification:
     patience_s: float
     is_kept: bool = False
     """Whether the directories of runs without a complaint stay."""
+    progress: str | None = None
+    """`script.progress`."""
     environ: Mapping[str, str]
     say: Callable[[str], None]
     baseline: Baseline = field(init=False)
@@ -227,7 +229,7 @@ class Certification:
             trigger=trigger,
             save_names=self._save_names,
             printing_rank=self._printing_rank,
-            progress=values_of(self.settings).get("script.progress"),
+            progress=self.progress,
             outside=outside,
             apart_from=tuple(others),
         )

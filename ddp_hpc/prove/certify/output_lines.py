@@ -32,6 +32,8 @@ _EVAL = re.compile(
     r"(?<![a-zA-Z])(?:val|valid|validation|eval|evaluat\w*|test|accuracy|acc)(?![a-zA-Z])", re.IGNORECASE
 )
 
+_IN_THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
+"""The commas of `step 1,000`."""
 _ANSI_PATTERN = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")  # colours and moves of the cursor
 _FILE_PATTERN = re.compile(r"(?<![\w./=-])[\w./=-]+\.(?:ckpt|pth?|safetensors)\b")
 """The name of a file, whose `epoch=3` and `step=40` do not say where the training is."""
@@ -52,7 +54,8 @@ class PrintedLine:
     step: int | None = None
     epoch: float | None = None
     """Also a part of one: the Trainer of Transformers prints `'epoch': 0.5`."""
-    loss: float | None = None
+    loss: str | None = None
+    """As `repr` writes the number: `nan` equals `nan` so."""
     is_evaluation: bool = False
     is_mention: bool = False
     """Whether it tells where the training goes on (`resumed at step 50`), and not that this is done."""
@@ -60,13 +63,13 @@ class PrintedLine:
 
 def parse(text: str, at: float = 0.0, last_epoch: float | None = None) -> PrintedLine:
     """Read one line; a step whose line names no epoch gets the last one, as from a header above the steps."""
-    text = _ANSI_PATTERN.sub("", text)
+    text = _IN_THOUSANDS.sub("", _ANSI_PATTERN.sub("", text))
     step, epoch, loss = (pattern.search(_FILE_PATTERN.sub("", text)) for pattern in (_STEP, _EPOCH, _LOSS))
     return PrintedLine(
         at=at,
         step=int(step[1]) if step else None,
         epoch=(float if "." in epoch[1] else int)(epoch[1]) if epoch else (last_epoch if step else None),
-        loss=float(loss[1]) if loss else None,
+        loss=repr(float(loss[1])) if loss else None,
         is_evaluation=_EVAL.search(text) is not None and "ddp_hpc." not in text,  # a logger of ours
         is_mention=loss is None and _RESUME_PATTERN.search(text) is not None,
     )
@@ -117,9 +120,9 @@ def positions(lines: Sequence[PrintedLine], scale: ProgressScale) -> list[Positi
     return list(dict.fromkeys(one for one in found if one is not None))
 
 
-def losses(lines: Iterable[PrintedLine], scale: ProgressScale) -> dict[Position, float]:
+def losses(lines: Iterable[PrintedLine], scale: ProgressScale) -> dict[Position, str]:
     """Return the first loss that was printed at each position, of an evaluation only where no other was."""
-    found: dict[Position, float] = {}
+    found: dict[Position, str] = {}
     for line in sorted(lines, key=lambda line: line.is_evaluation):
         position = scale.position(line)
         if position is not None and line.loss is not None:

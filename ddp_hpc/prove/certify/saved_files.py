@@ -6,6 +6,7 @@ import functools
 import hashlib
 import io
 import json
+import os
 import pickle
 import re
 import zipfile
@@ -73,7 +74,8 @@ def is_saved_state(path: Path, pattern: str | None = None) -> bool:
     """Tell by its name whether a file holds a saved state; by the user's own pattern, where there is one."""
     if pattern is None:
         return path.suffix in SAVED_SUFFIXES
-    return fnmatch(str(path), pattern) or fnmatch(str(path), f"{pattern}/*")
+    shape = os.path.normpath(pattern).replace("**/", "*")  # whose `*` stands for directories, too
+    return fnmatch(str(path), shape) or fnmatch(str(path), f"{shape}/*")
 
 
 def is_committed(path: Path) -> bool:

@@ -23,6 +23,7 @@ from ddp_hpc.prove.certify.live_processes import MARK_VARIABLE, VANISH_S, LivePr
 from ddp_hpc.prove.certify.records import AttemptRecord, InjectedFault, RunRecord, Save
 from ddp_hpc.prove.certify.sandbox import file_stats
 from ddp_hpc.prove.certify.saved_files import read_in_copy
+from ddp_hpc.run.config.fill_paths import escape_dollars
 from ddp_hpc.run.run_dir.failure_reports import read_failures
 from ddp_hpc.run.run_dir.ledger import Ledger
 from ddp_hpc.run.run_dir.paths import RunDir
@@ -167,7 +168,12 @@ class Trial:
     def _argv(self) -> list[str]:
         where = ["--cluster=local", "--wait"]  # also in a job: this process watches the files of its own node
         # Each attempt is a submission of its own, which is watched from its beginning.
-        keys = ["restart.in_place=false", *self.settings, f"name={self.name}", f"runs_dir={self.runs_dir}"]
+        keys = [
+            "restart.in_place=false",
+            *self.settings,
+            f"name={self.name}",
+            f"runs_dir={escape_dollars(self.runs_dir)}",
+        ]
         return [sys.executable, "-m", "ddp_hpc", "submit", *where, *keys, "--", *self.command]
 
     def _tick(self) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -49,8 +50,9 @@ def read_known_range(one: History, other: History, end: int) -> tuple[int | None
         differing = [name for name in differing_names(*states) if not name.endswith(of_log)]
         (unequal if differing else equal).append(step)
     mine, others = (recorded_steps(history.run, 0, end) for history in (one, other))
-    if one.log_every != other.log_every:  # a loss is a mean over the steps since the line before
-        mine.losses = {}
+    # A loss is a mean over the steps since the line before, which is another one where `log.every_steps` is.
+    alike = {*pairwise([0, *sorted(mine.losses)])} & {*pairwise([0, *sorted(others.losses)])}
+    mine.losses = {step: mine.losses[step] for _, step in alike}
     # Equal losses, samples and digests prove nothing of the whole state.
     unequal += [difference.step for difference in compare(mine, others).differences]
     return *narrow_range(equal, unequal), notes

@@ -37,8 +37,6 @@ class History:
     committed: Sequence[int]
     last_step: int
     """The newest step of which there is a record."""
-    log_every: int = 1
-    """`log.every_steps`."""
     uses_gpus: bool = False
     numerics: Mapping[int, Mapping[str, str] | None] = field(default_factory=dict)
     """By attempt, the variables that decide in which order numbers are added; None where that was not recorded."""
@@ -108,7 +106,6 @@ def read_history(run: RunDir) -> History:
         begun=begun,
         committed=committed,
         last_step=last,
-        log_every=spec.log.every_steps,
         uses_gpus=spec.resources.num_gpus > 0,
         numerics={inputs.attempt: numeric_variables(run, inputs) for _, inputs in begun},
         notes=notes,

@@ -8,8 +8,10 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from ddp_hpc.base.discretion import secret_values
 from ddp_hpc.base.names import plural, shorten_names
 from ddp_hpc.run.run_dir.paths import RunDir
+from ddp_hpc.watch.compare_runs import config_values
 from ddp_hpc.watch.report import charts
 from ddp_hpc.watch.report.axes import ChartAxis, axis
 from ddp_hpc.watch.report.page import render_page
@@ -28,8 +30,8 @@ _FAILED = ("failed", "refused", "interrupted")
 NOT_BEGUN = "not begun"
 
 
-def sweep_page(name: str, runs: Sequence[tuple[RunDir, Settings]], *, now: float) -> str:
-    """Return the page of a sweep, by the runs of its points and what each sets."""
+def sweep_page(name: str, runs: Sequence[tuple[RunDir, Settings]], *, now: float, environ: Mapping[str, str]) -> str:
+    """Return the page of a sweep, by the runs of its points and what each sets; of what may be secret, as `read_run` does."""
     found, unreadable = read_points(runs, now=now)
     goal = goal_of(found)
     points = best_first(found, goal)
@@ -40,7 +42,9 @@ def sweep_page(name: str, runs: Sequence[tuple[RunDir, Settings]], *, now: float
         except OSError:  # its row is there
             losses.append(Series())
     view = _view(name, points, goal, losses, unreadable, num_points=len(runs))
-    return render_page("sweep.html.j2", {"path": runs[0][0].path.parent if runs else name, **view}, now=now)
+    secrets = [one for point in found for one in secret_values(config_values(point.run), environ)]
+    path = runs[0][0].path.parent if runs else name
+    return render_page("sweep.html.j2", {"path": path, **view}, now=now, secrets=secrets)
 
 
 def _view(  # noqa: PLR0913, PLR0917  what was read, part by part

@@ -38,9 +38,9 @@ def hours(value: float) -> str:
 
 
 def milliseconds(value: float) -> str:
-    """Return `12 ms`, `0.04 ms` or `1.3 s`."""
+    """Return `12 ms`, `0.04 ms` or, from a second on, a `duration`."""
     if value >= 1000:
-        return f"{value / 1000:.2g} s"
+        return duration(value / 1000)
     return f"{value:.0f} ms" if value >= 9.95 else f"{value:.2g} ms"
 
 
