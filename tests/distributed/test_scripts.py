@@ -419,6 +419,24 @@ def test_a_script_that_asks_to_be_started_again_finishes_part_by_part_without_sl
     assert "and 2 more: there already; if the script looks for that, it goes on from it" in other.stdout
 
 
+@pytest.mark.long
+def test_a_script_that_is_submitted_again_from_another_directory_is_said_to_start_over(place: Place) -> None:
+    elsewhere = Place(place.path / "elsewhere")
+    elsewhere.path.mkdir()
+    for one in (place, elsewhere):
+        (one.path / "saves.py").write_text("open('state.pt', 'w').write('1')\nraise SystemExit(1)\n")
+    environ = {"DDP_HPC__RUNS_DIR": str(place.path / "runs"), "SAVED_AS": "state"}
+    settings = ("script.progress=$SAVED_AS.pt", "name=saves", "restart.max_no_progress=1")
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environ.items():
+            patch.setitem(ENVIRON, name, value)
+        first, again = (one.submit(settings, "python", "saves.py") for one in (place, elsewhere))
+
+    assert "starts over" not in first.stdout
+    assert f"saved to {place.path}/state.pt, and this time to {elsewhere.path}/state.pt: it starts over" in again.stdout
+
+
 KILLED = """
 import os, signal, sys, time
 from pathlib import Path

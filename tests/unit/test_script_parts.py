@@ -100,6 +100,9 @@ def test_a_script_needs_no_global_batch_that_fits_its_world_and_gets_its_stop_si
         {"command": ("a\0b",)},
         {"resume_exit_codes": (0,)},
         {"resume_exit_codes": (256,)},
+        {"progress": "ck/epoch-{epoch}.pt"},
+        {"progress": "'ck/*.pt'"},
+        {"progress": "s3://bucket/*.pt"},
         {"stop_within_s": 0},
         {"preload": ("my-module",)},
         {"stop_signal": "KILL"},
@@ -424,7 +427,7 @@ def test_a_pattern_that_names_a_data_set_is_refused(tmp_path: Path, monkeypatch:
     spec = RunSpec(name="run", script=ScriptSpec(command=("python", "a.py"), progress=f"{tmp_path}/*.pt"))
 
     with pytest.raises(ConfigError, match="names 3 files or more"):
-        _notes_on_earlier_saves(spec)
+        _notes_on_earlier_saves(spec, None)
 
 
 def test_the_code_of_a_script_is_its_directory_and_of_a_module_where_it_is_imported_from(tmp_path: Path) -> None:

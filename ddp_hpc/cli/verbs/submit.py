@@ -99,8 +99,7 @@ def run(args: argparse.Namespace, environment: Mapping[str, str]) -> int:
         return start_sweep(request, points, backend, args, stays=stays)
     run_dir = request.run
     changed = _config_changes(run_dir, request.spec)
-    if args.fresh or not run_dir.config.exists():
-        changed += _notes_on_earlier_saves(request.spec)
+    changed += _notes_on_earlier_saves(request.spec, None if args.fresh or not run_dir.config.exists() else run_dir)
     _note_stopping(run_dir, backend)
     from ddp_hpc.launch.submission.removal import rename_aside  # late: a dry run writes nothing
 
@@ -148,19 +147,24 @@ def _make_request(
     return add_dependency(request, args.after, backend)
 
 
-def _notes_on_earlier_saves(spec: RunSpec) -> list[str]:
-    """Return a line where a new run's script finds files that another run of it has saved."""
-    from ddp_hpc.run.workload.script_progress import MOST_FILES, find_saved_files  # late: recipes need none
+def _notes_on_earlier_saves(spec: RunSpec, known: RunDir | None) -> list[str]:
+    """Return a line where a new run's script finds files that another run has saved, or the script of a run that is known not its own."""
+    # Late: recipes need none.
+    from ddp_hpc.run.workload.script_progress import MOST_FILES, absolute_glob, find_saved_files, read_seen_files
 
-    files = [*find_saved_files(spec.script.progress, Path.cwd())] if spec.script.progress else []
+    if (pattern := spec.script.progress) is None:
+        return []
+    files, here = [*find_saved_files(pattern, Path.cwd())], absolute_glob(pattern, Path.cwd())
+    if known and (seen := read_seen_files(known)).num_changes and seen.pattern != here:
+        return [f"the script saved to {seen.pattern}, and this time to {here}: it starts over, unless it looks there"]
     if len(files) >= MOST_FILES:
         raise ConfigError(
-            f"`script.progress` is {spec.script.progress!r}, which names {MOST_FILES:,} files or more, so ddp-hpc would see no save among them. "
+            f"`script.progress` is {pattern!r}, which names {MOST_FILES:,} files or more, so ddp-hpc would see no save among them. "
             "Name the files that the script saves its state to, and no data."
         )
-    return (
-        [f"{shorten_names(files, 3)}: there already; if the script looks for that, it goes on from it"] if files else []
-    )
+    if known or not files:
+        return []
+    return [f"{shorten_names(files, 3)}: there already; if the script looks for that, it goes on from it"]
 
 
 def _note_stopping(run_dir: RunDir, backend: Backend) -> None:

@@ -14,6 +14,7 @@ _PATH_KEYS = (
     "runs_dir",
     "container.image",
     "container.binds",
+    "script.progress",
     "stage.archive",
     "train.init_from",
     "site.scratch",

@@ -98,6 +98,11 @@ class ScriptSpec(CheckedSpec, section="script", above_zero=("stop_within_s",)):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_command("script", self.command)
+        require(
+            re.search(r"^['\"]|[{}]|://", self.progress or "") is None,
+            f"`script.progress` is {self.progress!r}, which matches no file: it is a path with `*`, `**`, `?` and `[...]`, without quotes, braces or an "
+            "address. Write `*` for what differs from save to save.",
+        )
         for code in self.resume_exit_codes:
             require(
                 1 <= code <= _MOST_EXIT_CODE,

@@ -45,7 +45,7 @@ def find_saved_files(pattern: str, work_dir: Path) -> FileStates:
     """Return the files that a pattern matches now, and those in directories that it matches; not those of writers (`*.tmp`)."""
     found: dict[str, tuple[int, int]] = {}
     root = pattern_root(pattern, work_dir)
-    below = _absolute_glob(pattern, work_dir)[len(str(root)) :].lstrip("/")
+    below = absolute_glob(pattern, work_dir)[len(str(root)) :].lstrip("/")
     has_hidden = re.search(r"(^|/)\.", below) is not None  # `*` matches no `.last.pt`, as in a shell
     # Not by `glob.glob`, whose `**` follows links, of which two that lead back never end.
     for match in root.glob(_STARS_IN_A_NAME.sub("*", below)):
@@ -68,10 +68,11 @@ def find_saved_files(pattern: str, work_dir: Path) -> FileStates:
 
 def pattern_root(pattern: str, work_dir: Path) -> Path:
     """Return the directory that a pattern names before its first wildcard."""
-    return Path(os.path.dirname(re.split(r"[*?\[]", _absolute_glob(pattern, work_dir), maxsplit=1)[0]))  # noqa: PTH120  text
+    return Path(os.path.dirname(re.split(r"[*?\[]", absolute_glob(pattern, work_dir), maxsplit=1)[0]))  # noqa: PTH120  text
 
 
-def _absolute_glob(pattern: str, work_dir: Path) -> str:
+def absolute_glob(pattern: str, work_dir: Path) -> str:
+    """Return a pattern as one that means the same in any directory."""
     return str(work_dir / os.path.expanduser(pattern))  # noqa: PTH111  text, with `~`
 
 
@@ -85,7 +86,7 @@ def look(seen: SeenFiles, pattern: str, work_dir: Path) -> SeenFiles:
 
     At the first look, and after the pattern has changed, none counts as changed: what is there already, this run has not saved.
     """
-    files, pattern = find_saved_files(pattern, work_dir), _absolute_glob(pattern, work_dir)
+    files, pattern = find_saved_files(pattern, work_dir), absolute_glob(pattern, work_dir)
     if pattern != seen.pattern:
         return SeenFiles(num_changes=seen.num_changes, files=files, pattern=pattern)
     if all(seen.files.get(path) == state for path, state in files.items()):
