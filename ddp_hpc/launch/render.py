@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 from ddp_hpc import __version__
 from ddp_hpc.base import exit_codes
 from ddp_hpc.base.errors import ConfigError
-from ddp_hpc.cluster.slurm.directives import directives
+from ddp_hpc.cluster.slurm.directives import directives, quote, quote_for_sbatch
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.spec import RunSpec
 
@@ -96,20 +95,3 @@ def _jinja_environment() -> Any:
     environment.filters["sh"] = quote
     environment.filters["sbatch"] = quote_for_sbatch
     return environment
-
-
-def quote(value: object) -> str:
-    """Quote a value for the shell."""
-    text = os.fspath(value) if isinstance(value, Path) else str(value)
-    if "\0" in text or text.splitlines() not in ([], [text]):
-        raise ConfigError(
-            f"The configuration has the value {text!r}, which goes into one line of the job script, but it has a line break. Remove the line break."
-        )
-    return shlex.quote(text)
-
-
-def quote_for_sbatch(value: object) -> str:
-    """Quote a value for a `#SBATCH` line."""
-    # sbatch reads the line as a shell would, with one difference: a backslash escapes the next character within single
-    # quotes, too (measured: 22.05, 24.11).
-    return quote(value).replace("\\", "\\\\")

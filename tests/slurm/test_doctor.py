@@ -106,7 +106,7 @@ def full_disk(login: LoginNode, node: str) -> Iterator[dict[str, str]]:
 
 
 def test_a_healthy_cluster_passes_every_check(login: LoginNode) -> None:
-    found = doctor(login)
+    found = doctor(login, "slurm.extra.comment=it's mine, a b")
 
     assert named(found) == {}
     assert named(found, "unknown") == {}

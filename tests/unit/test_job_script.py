@@ -17,8 +17,8 @@ import pytest
 from ddp_hpc import __version__
 from ddp_hpc.base import exit_codes
 from ddp_hpc.base.errors import ConfigError
-from ddp_hpc.cluster.slurm.directives import directives
-from ddp_hpc.launch.render import quote, quote_for_sbatch, render
+from ddp_hpc.cluster.slurm.directives import directives, quote, quote_for_sbatch
+from ddp_hpc.launch.render import render
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.spec import DataSpec, ResourcesSpec, RunSpec, SlurmSpec, TrainSpec
 from tests.made_run import make_run

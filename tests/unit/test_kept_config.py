@@ -145,6 +145,37 @@ def test_a_run_that_is_named_by_its_directory_is_the_run_that_starts_wherever_th
     assert resolve(Path("runs/net/config.yaml"), [], NO_PROFILE).spec.runs_dir == "runs"  # nothing has changed
 
 
+def test_paths_of_a_runs_own_file_are_not_filled_in_again(tmp_path: Path) -> None:
+    words = [f"runs_dir={tmp_path}/a$$b", "name=own", "train.init_from=/data/$$x"]
+    first = resolve(None, words, NO_PROFILE, command=["true"])
+    run = RunDir(first.spec.path)
+    run.path.mkdir(parents=True)
+    run.config.write_text(render_resolved(first))
+    run.submission_lock.touch()
+
+    again = resolve(run.config, [], NO_PROFILE | {"b": "other", "x": "other"}).spec
+
+    assert (again.path, again.train.init_from) == (run.path, "/data/$x")
+
+
+@pytest.mark.parametrize(
+    ("word", "is_kept"),
+    [("recipe.args={}", False), ("recipe.args.a=2", False), ("recipe.args.a.b.c=2", False), ("recipe.args.x=2", True)],
+)
+def test_a_value_of_an_earlier_command_line_gives_place_to_one_above_or_below_it(
+    word: str, is_kept: bool, tmp_path: Path
+) -> None:
+    words = [f"runs_dir={tmp_path}", "name=own"]
+    first = resolve(None, [*words, "recipe.args.a.b=1"], NO_PROFILE, command=["true"])
+    run = RunDir(first.spec.path)
+    run.path.mkdir()
+    run.config.write_text(render_resolved(first))
+
+    again = fill_unset(resolve(None, [*words, word], NO_PROFILE, command=["true"]), {}, is_for_slurm=True).spec
+
+    assert (again.recipe.args.get("a") == {"b": 1}) == is_kept
+
+
 def test_what_an_earlier_command_line_has_set_is_kept_letter_by_letter_and_a_secret_is_not_printed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from ddp_hpc.base.errors import ConfigError
-from ddp_hpc.cluster.slurm.directives import directives
+from ddp_hpc.cluster.slurm.directives import directives, quote, quote_for_sbatch
 from ddp_hpc.cluster.slurm.steps import probe_argv, step_argv
 from ddp_hpc.job.launcher import agents_step_argv
-from ddp_hpc.launch.render import quote, quote_for_sbatch, render
+from ddp_hpc.launch.render import render
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.spec import ContainerSpec, DataSpec, ResourcesSpec, RunSpec, ScriptSpec, SlurmSpec, TrainSpec
 from tests.made_launch import launch_of

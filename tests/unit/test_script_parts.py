@@ -98,6 +98,7 @@ def test_a_script_needs_no_global_batch_that_fits_its_world_and_gets_its_stop_si
     [
         {"command": ("",)},
         {"command": ("a\0b",)},
+        {"command": ("a", "\udcff")},
         {"resume_exit_codes": (0,)},
         {"resume_exit_codes": (256,)},
         {"progress": "ck/epoch-{epoch}.pt"},

@@ -29,6 +29,8 @@ def swept(*words: str, is_zipped: bool = False) -> list[Point]:
         ("train.lr=0.1,0.01", ("0.1", "0.01")),
         ("seed=0..4", ("0", "1", "2", "3", "4")),
         ("seed=-1..1", ("-1", "0", "1")),
+        ("fold=08..10", ("08", "09", "10")),
+        ("fold=0..2", ("0", "1", "2")),
         ("batch=32..128..32", ("32", "64", "96", "128")),
         ("seed=1,5..6", ("1", "5", "6")),
         ("betas=[0.9,0.99],[0.8,0.99]", ("[0.9,0.99]", "[0.8,0.99]")),
@@ -97,8 +99,11 @@ def test_a_thousand_points_have_numbers_of_equal_length_where_they_need_four_dig
 def test_two_equal_points_and_a_key_that_is_swept_twice_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"Point 1 \(seed=1\) has the same values as point 0"):
         swept("seed=1,1")
-    with pytest.raises(ConfigError, match="swept twice"):
-        swept("seed=1", "seed=2")
+    for words in (("seed=1", "seed=2"), ("recipe.args.x.y=1,2", "recipe.args.x=3,4")):
+        with pytest.raises(ConfigError, match="swept twice"):
+            swept(*words)
+    with pytest.raises(ConfigError, match=r"`recipe.args.n` is 12345678901234567890123, which has more than 64 bits"):
+        swept("recipe.args.n=1,12345678901234567890123")
     with pytest.raises(ConfigError, match="more than"):
         swept("seed=0..999", "train.epochs=1..1000")
 
@@ -213,6 +218,12 @@ def test_a_scripts_words_in_braces_are_replaced_and_other_braces_stay() -> None:
         "${lr}",
     )
     assert spec.seed == 7  # a key of the configuration is set as well
+
+
+def test_a_sweep_over_the_command_runs_each_command() -> None:
+    (point,) = make_points([("script.command", ["[python, other.py]"])])
+
+    assert resolve_base(command=("python", "train.py")).resolve(point).spec.script.command == ("python", "other.py")
 
 
 @pytest.mark.parametrize(

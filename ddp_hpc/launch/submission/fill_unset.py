@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ddp_hpc.base.discretion import value_or_hidden
 from ddp_hpc.base.errors import ConfigError, DdpHpcError
 from ddp_hpc.base.names import plural
+from ddp_hpc.run.config.keys import is_below
 from ddp_hpc.run.config.overlay import Overlay
 from ddp_hpc.run.config.resolve import Resolved, flat_spec, keys_of_source, load_resolved
 from ddp_hpc.run.config.sources import COMMAND_LINE, DEFAULT
@@ -82,10 +83,12 @@ def _with_earlier_settings(resolved: Resolved, before: RunSpec | None, environ: 
     if before is None or "Python" in resolved.sources.values():
         return resolved
     was, now = flat_spec(before), flat_spec(resolved.spec)
+    set_now = [key for key, source in resolved.sources.items() if source == COMMAND_LINE.source]
     kept = {
         key: was[key]
         for key in keys_of_source(RunDir(resolved.spec.path).config, COMMAND_LINE.source)
-        if key in was and resolved.sources.get(key) != COMMAND_LINE.source and key not in _PER_SUBMISSION_KEYS
+        if key in was and key not in _PER_SUBMISSION_KEYS
+        if not any(is_below(key, one) or is_below(one, key) for one in set_now)
     }
     changed = [key for key in kept if was[key] != now.get(key)]
     told = [f"`{key}={value_or_hidden(key, was[key])}`" for key in changed]

@@ -42,7 +42,7 @@ class PointResolver:
     def resolve(self, point: Point) -> Resolved:
         settings: dict[str, Any] = {key: value for key, value in point.settings.items() if _is_key(key)}
         settings |= {"name": point.name, "runs_dir": self._runs_dir}
-        if self._command:
+        if self._command and "script.command" not in settings:
             words = {**{key: as_text(value) for key, value in point.settings.items()}, POINT_PLACEHOLDER: point.name}
             settings["script.command"] = [
                 _PLACEHOLDER_PATTERN.sub(lambda match: words.get(match[1], match[0]), word) for word in self._command

@@ -13,8 +13,9 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from ddp_hpc.base.discretion import HIDDEN, is_key_shown
+from ddp_hpc.base.durable import json_object
 from ddp_hpc.base.errors import ConfigError
-from ddp_hpc.run.config.keys import is_section, key_of, parse_text
+from ddp_hpc.run.config.keys import is_below, is_section, key_of, parse_text
 
 _RANGE_PATTERN = re.compile(r"(-?\d+)\.\.(-?\d+)(?:\.\.(\d+))?", re.ASCII)
 _KEY_PATTERN = re.compile(r"[A-Za-z_][\w.-]*", re.ASCII)
@@ -64,7 +65,7 @@ def parse_axis(word: str) -> tuple[str, list[str]]:
     texts = [each for part in _split_at_commas(text) for each in _expand_range(part, word)]
     if any(not each for each in texts):
         raise ConfigError(
-            f"`--sweep {word}` has an empty value. Remove the comma that is too much; write `''` for a text without characters."
+            f"`--sweep {word}` has an empty value. Remove the comma that is too much; a text without characters stands in a file: `--points`."
         )
     return key, texts
 
@@ -103,7 +104,8 @@ def _expand_range(part: str, word: str) -> list[str]:
         raise ConfigError(
             f"`--sweep {word}` has the range {part!r}, which holds more than {MOST_POINTS} numbers. Sweep fewer values."
         )
-    return [str(number) for number in range(first, last + 1, step)]
+    width = len(match[1]) if match[1].startswith("0") else 0  # `00..12` has `00`, `01`
+    return [f"{number:0{width}}" for number in range(first, last + 1, step)]
 
 
 def _is_shown(key: str, value: Any) -> bool:
@@ -124,7 +126,13 @@ def make_points(
     is combined with all of the axes' points.
     """
     names = [name for name, _ in axes]
-    twice = [name for name in names if names.count(name) > 1 or any(name in each for each in listed)]
+    twice = [
+        name
+        for name in names
+        if names.count(name) > 1
+        or any(name != one and is_below(name, one) for one in names)
+        or any(name in each for each in listed)
+    ]
     if twice:
         raise ConfigError(
             f"`{twice[0]}` is swept twice. List all of its values in one place: `--sweep {twice[0]}=A,B,C`."
@@ -151,6 +159,11 @@ def make_points(
     ]
     named = {number for number, settings in enumerate(all_settings) if "name" in settings}
     _refuse_duplicates(points, named)
+    for key, value in (pair for point in points for pair in point.settings.items()):
+        if json_object(json.dumps({key: value}, default=str)) is None:  # as the sweep's record is read
+            raise ConfigError(
+                f"`{key}` is {as_text(value)}, which has more than 64 bits. Write it in quotes, as a text."
+            )
     return points
 
 

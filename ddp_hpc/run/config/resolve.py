@@ -68,13 +68,15 @@ def resolve(  # noqa: PLR0913  the parts of a command line, and what decides whi
     profile = find_profile(environ, site)
     stem = path.stem if path is not None else parse_program(command).name if command else ""
     asked: list[Setting] = []
+    of_file: list[Setting] = []
     run = RunDir(Path() if path is None else path.parent)
     if path is not None:
         # A run keeps its configuration, with a value for every key of the version that wrote it.
-        asked += from_file(path, is_of_run=path == run.config and run.attempts.exists())
+        of_file = from_file(path, is_of_run=path == run.config and run.attempts.exists())
     asked += from_environment(environ)
-    if path == run.config and run.submission_lock.exists():  # a run goes on where it lies, from any directory
-        told = {one.key: str(one.value) for one in asked}
+    is_of_run = path == run.config and run.submission_lock.exists()
+    if path is not None and is_of_run:  # a run goes on where it lies, from any directory
+        told = {one.key: str(one.value) for one in [*of_file, *asked]}
         if os.path.realpath(run.path) != os.path.realpath(Path(told.get("runs_dir", ""), told.get("name", ""))):
             place, of_run = Path(os.path.abspath(run.path)), Origin(f"file {path.name}", str(path))  # noqa: PTH100  as `find_run` does
             asked += [Setting("name", place.name, of_run), Setting("runs_dir", escape_dollars(place.parent), of_run)]
@@ -85,13 +87,14 @@ def resolve(  # noqa: PLR0913  the parts of a command line, and what decides whi
     if command:
         asked += settings_in({"script": {"command": list(command)}}, COMMAND_LINE)
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("._-")[:128] or "run"
-    if not (stem.isascii() or re.search(r"[A-Za-z0-9]", stem) or any(one.key == "name" for one in asked)):
+    if not (stem.isascii() or re.search(r"[A-Za-z0-9]", stem) or any(one.key == "name" for one in [*of_file, *asked])):
         raise ConfigError(
             f"A run is called like its file, but {stem!r} has no letter or digit that a run's name may have (A-Z, a-z, 0-9). Set `name=...`."
         )
     of_shell = from_sbatch_variables(environ) if is_for_slurm else []
     before = [*from_defaults(), Setting("name", name, DEFAULT), *of_shell, *(profile.settings if profile else ())]
-    after = fill_settings(asked, environ)
+    # The paths in a run's own file are filled in already.
+    after = [*of_file, *fill_settings(asked, environ)] if is_of_run else fill_settings([*of_file, *asked], environ)
     between: Sequence[Setting] = ()
     if is_for_slurm and profile is not None:
         partition = [setting.value for setting in [*before, *after] if setting.key == "slurm.partition"][-1]

@@ -69,7 +69,7 @@ def from_file(path: Path, *, is_of_run: bool) -> list[Setting]:
     content = read_mapping(path)
     if is_of_run:
         drop_removed(content)
-    return settings_in(content, Origin(f"file {path.name}", str(path)))
+    return settings_in(content, Origin(f"file {path.name.encode(errors='replace').decode()}", str(path)))
 
 
 def read_mapping(path: Path) -> dict[Any, Any]:

@@ -29,9 +29,10 @@ class DictWithLines(dict[Any, Any]):
     lines: dict[Any, int]
 
 
+_BOOLEANS = {"true": True, "false": False}
 _SCALAR_BY_TAG: dict[str, tuple[re.Pattern[str], str, Callable[[str], Any]]] = {
     "null": (re.compile(r"(?:~|null|Null|NULL|)$"), "~nN", lambda _: None),
-    "bool": (re.compile(r"(?:true|True|TRUE|false|False|FALSE)$"), "tTfF", lambda text: text[0] in "tT"),
+    "bool": (re.compile(r"(?:true|True|TRUE|false|False|FALSE)$"), "tTfF", lambda text: _BOOLEANS[text.lower()]),
     "int": (
         re.compile(r"(?:[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+)$"),
         "-+0123456789",
@@ -60,15 +61,19 @@ class _Dumper(yaml.SafeDumper):
 
 def _scalar_constructor(value_of: Callable[[str], Any]) -> Callable[[Any, yaml.ScalarNode], Any]:
     def construct(_: Any, node: yaml.ScalarNode) -> Any:
+        if not isinstance(node, yaml.ScalarNode):
+            _refuse_tag(_, node)
         try:
             return value_of(node.value)
-        except (ValueError, IndexError) as error:  # an explicit tag, `!!int x`; or too many digits
+        except (ValueError, KeyError) as error:  # an explicit tag, `!!int x`; or too many digits
             raise yaml.constructor.ConstructorError(None, None, str(error), node.start_mark) from error
 
     return construct
 
 
 def _construct_mapping(loader: Any, node: yaml.MappingNode) -> DictWithLines:
+    if not isinstance(node, yaml.MappingNode):
+        _refuse_tag(loader, node)
     has_merge = any(key_node.tag == _MERGE_TAG for key_node, _ in node.value)
     if has_merge:
         _refuse_duplicates(loader, node)
@@ -128,7 +133,12 @@ def _register_scalars() -> None:
         cls.add_implicit_resolver(f"{_TAG}merge", re.compile(r"(?:<<)$"), ["<"])
     _Loader.add_constructor(f"{_TAG}str", _scalar_constructor(str))
     _Loader.add_constructor(
-        f"{_TAG}seq", lambda loader, node: [loader.construct_object(item, deep=True) for item in node.value]
+        f"{_TAG}seq",
+        lambda loader, node: (
+            [loader.construct_object(item, deep=True) for item in node.value]
+            if isinstance(node, yaml.SequenceNode)
+            else _refuse_tag(loader, node)
+        ),
     )
     _Loader.add_constructor(f"{_TAG}map", _construct_mapping)
     _Loader.add_constructor(None, _refuse_tag)

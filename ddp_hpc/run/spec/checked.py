@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -54,8 +55,8 @@ def require(condition: bool, message: str) -> None:
 def require_command(section: str, command: tuple[str, ...]) -> None:
     """Refuse a command that no system can start."""
     require(
-        not any("\0" in word for word in command) and (not command or bool(command[0])),
-        f"`{section}.command` is {list(command)!r}, but its first word must name a program, and no word may have a NUL character.",
+        not re.search("[\0\ud800-\udfff]", "".join(command)) and (not command or bool(command[0])),
+        f"`{section}.command` is {list(command)!r}, but its first word must name a program, and no word may have a NUL character, or bytes that are not UTF-8.",
     )
 
 

@@ -19,7 +19,7 @@ from ddp_hpc.cluster.node_checks.facts import Disk
 from ddp_hpc.cluster.node_checks.gather import probe_disk
 from ddp_hpc.cluster.slurm import client
 from ddp_hpc.cluster.slurm.allocation import claimed_job_id
-from ddp_hpc.cluster.slurm.directives import directives
+from ddp_hpc.cluster.slurm.directives import directives, quote_for_sbatch
 from ddp_hpc.cluster.slurm.queries import Association, ClusterConfig, Estimate, JobRecord, NodeState, Partition, Qos
 from ddp_hpc.run.run_dir.paths import RunDir
 from ddp_hpc.run.spec import RunSpec
@@ -124,5 +124,7 @@ def ask_side_by_side(questions: Mapping[str, Callable[..., Any]], *, seconds: fl
 def _ask_start(spec: RunSpec, environ: Mapping[str, str], *, timeout_s: float) -> Estimate:
     """Ask when Slurm would start a job of this spec; nothing is submitted."""
     made = directives(spec, RunDir(spec.path), chdir=Path("/"), cpus_per_worker=spec.cpus_per_task)
-    options = [f"#SBATCH --{flag}{'' if value is None else f'={value}'}\n" for flag, value in made.items()]
+    options = [
+        f"#SBATCH --{flag}{'' if value is None else f'={quote_for_sbatch(value)}'}\n" for flag, value in made.items()
+    ]
     return client.estimate_start(f"#!/bin/sh\n{''.join(options)}exit 0\n", environ, timeout_s=timeout_s)

@@ -48,7 +48,7 @@ def quotas_of(path: Path, environ: Mapping[str, str], *, timeout_s: float) -> Se
     mount = mount_of(path)
     if mount is None:
         raise ConfigError(f"the file system of {path} is not known")
-    argv = argv_for(mount, path)
+    argv = argv_for(mount)
     if shutil.which(argv[0], path=environ.get("PATH", "")) is None:
         raise ConfigError(f"{path} is on {mount.fs_type}, and this host does not have the command `{argv[0]}`")
     try:
@@ -66,10 +66,10 @@ def quotas_of(path: Path, environ: Mapping[str, str], *, timeout_s: float) -> Se
     return found
 
 
-def argv_for(mount: Mount, path: Path) -> list[str]:
+def argv_for(mount: Mount) -> list[str]:
     """Return the command that says the quota of this user."""
     if mount.fs_type == "lustre":
-        return ["lfs", "quota", "-q", str(path)]
+        return ["lfs", "quota", "-q", mount.point]  # it prints this word as it is
     # In raw numbers, as without -p a grace time that does not run is a column that is missing; one line for each file system.
     return ["quota", "--no-wrap", "--raw-grace", "--user"]
 
