@@ -86,7 +86,8 @@ class AgentWorkers(Workers):
         self._attempt, self._codes, self._deadline, self._is_forced = attempt, {}, None, False
         self.step_code = None
         if self._step is not None and self._step.is_over():
-            self._disconnect()
+            self._step.line.close()
+            self._step = None
         if self._step is None:
             self._step = _AgentsStep(self._argv, self._lock_fds)
         where = {} if endpoint is None else {"meet": str(endpoint)}
@@ -115,7 +116,8 @@ class AgentWorkers(Workers):
         if is_over:
             self.step_code = self._step.code
             silent_code = _code_of_silent_workers(self._step.code, is_ours=self._deadline is not None)
-            self._disconnect()
+            self._step.line.close()
+            self._step = None
             return self._joint_code(silent_code)
         if any(code not in exit_codes.GOOD_CODES for code in self._codes.values()):
             self.end()
@@ -135,11 +137,6 @@ class AgentWorkers(Workers):
             return
         self._step.line.close()
         self._step.await_end(self._leave_s)
-        self._step = None
-
-    def _disconnect(self) -> None:
-        if self._step:
-            self._step.line.close()
         self._step = None
 
     def _joint_code(self, silent_code: int = exit_codes.FAILED) -> int:

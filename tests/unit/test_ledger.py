@@ -13,6 +13,7 @@ from ddp_hpc.base import exit_codes
 from ddp_hpc.base.durable import append_json_line
 from ddp_hpc.run.run_dir import ledger
 from ddp_hpc.run.run_dir.ledger import Cause, End, Ending, Ledger, Next, RootFailure, record_end, record_start
+from ddp_hpc.run.run_dir.records import QueuedJob, attempts_of_submission
 from tests.made_run import make_run
 
 OLD = (
@@ -145,6 +146,7 @@ def test_a_ledger_answers_for_one_attempt_or_several(tmp_path: Path) -> None:
     assert found.newest == found.attempts[-1] == found.attempt(3)
     assert found.newest_number == 5
     assert found.attempt(5) is None
-    assert [one.attempt for one in found.attempts_since(2)] == [2, 3]
+    queued = QueuedJob(job_id="8", attempt=2, at=0.0, since=2)
+    assert [one.attempt for one in attempts_of_submission(found, queued)] == [2, 3]
     assert [one.attempt if one else None for one in map(found.newest_before, (3, 2, 0))] == [2, 0, None]
     assert found.newest_committed_step == 70

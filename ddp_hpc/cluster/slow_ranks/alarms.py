@@ -47,12 +47,9 @@ class Alarms:
                 self.open[rank] = replace(alarm, cause=slow[rank].cause)
                 changed.append(self.open[rank])
             elif self._clear[rank] >= LOOKS_TO_END:
-                changed.append(self._end_alarm(rank, now, step))
+                changed.append(replace(self.open.pop(rank), ended_at=now, until_step=step))
         return changed
 
     def end_all(self, *, now: float, step: int | None) -> list[SlowRankAlarm]:
         """End all alarms, with the attempt."""
-        return [self._end_alarm(rank, now, step) for rank in [*self.open]]
-
-    def _end_alarm(self, rank: int, now: float, step: int | None) -> SlowRankAlarm:
-        return replace(self.open.pop(rank), ended_at=now, until_step=step)
+        return [replace(self.open.pop(rank), ended_at=now, until_step=step) for rank in [*self.open]]

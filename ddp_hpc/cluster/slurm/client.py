@@ -183,15 +183,11 @@ def queue(environ: Mapping[str, str]) -> list[queries.QueuedEntry]:
     return queries.parse_queue(_stdout(queries.queue_argv(user_name()), environ))
 
 
-def job_scripts(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return, for each of this user's jobs that is pending or running, its number (an array's is one) and its script."""
-    return queries.parse_job_scripts(_stdout(queries.job_scripts_argv(user_name()), environ))
-
-
 def newest_job_of_script(folder: Path, name: str, environ: Mapping[str, str], *, after: Iterable[str]) -> str | None:
     """Return the newest job in the queue whose script lies in a directory and has a name that begins so (`/job.sbatch`), `after` all these jobs."""
     oldest = max((int(one.partition("_")[0]) for one in after), default=0)  # which may take minutes to end
-    folders = {job: text.rpartition(name)[0] for job, text in job_scripts(environ).items() if int(job) > oldest}
+    scripts = queries.parse_job_scripts(_stdout(queries.job_scripts_argv(user_name()), environ))
+    folders = {job: text.rpartition(name)[0] for job, text in scripts.items() if int(job) > oldest}
     found = (job for job, where in folders.items() if where and Path(where).resolve() == folder.resolve())
     return max(found, key=int, default=None)
 
@@ -393,7 +389,7 @@ def _run_change(argv: Sequence[str], environ: Mapping[str, str], what: str) -> s
         line = _line(answer, LIMIT_PATTERN, _ERROR, _ANYTHING)
         raise SlurmRefusalError(
             f"Slurm refuses {what}, and nothing has changed: {line} (if you cannot correct this, ask your cluster's support)",
-            queries.refusal_code(answer.stderr),
+            queries.ESLURM_ACCESS_DENIED if "access/permission denied" in answer.stderr.lower() else "",
             answer.stderr,
         )
     return answer.stdout

@@ -453,11 +453,7 @@ def takes_jobs(node_state: str) -> bool:
 
 
 ESLURM_ACCESS_DENIED = "ESLURM_ACCESS_DENIED"
-
-
-def refusal_code(text: str) -> str:
-    """Return the name in slurm_errno.h of the refusal in the errors of a command, which print no number; empty if no code distinguishes it."""
-    return ESLURM_ACCESS_DENIED if "access/permission denied" in text.lower() else ""
+"""The name of a refusal in slurm_errno.h; commands print no number, only a text."""
 
 
 def steps_argv(job_id: str) -> list[str]:

@@ -68,7 +68,9 @@ def conclude_attempt(context: JobContext, attempt: int, outcome: Outcome) -> Con
         may_requeue=context.spec.slurm.requeue,
     )
     decision = requeue.decide_next(situation, context.spec.restart)
-    message = _shortened_reason(cause, outcome, explained)
+    message = outcome.reason or _reason_of_end(cause, outcome, explained)
+    if (left_out := len(message) - _MAX_REASON_CHARACTERS) > 0:  # error reports have all of it
+        message = f"{message[:_MAX_REASON_CHARACTERS]} ... ({left_out} more characters)"
     reasons = [message, *_remarks(context, attempt, cause, outcome, explained)]
     end = decision.make_end(*reasons, cause=cause, last_step=newest_step, failed_nodes=failed_nodes, root=root)
     _record_end(context, attempt, end)
@@ -92,16 +94,8 @@ def _remarks(
 
 _MOST_REMARKS = 3
 """Ranks often remark the same."""
-
-
-def _shortened_reason(cause: Cause, outcome: Outcome, failure: WorkerFailure | None) -> str:
-    """Return why an attempt ended, without the end of a very long text, as each command reads the ledger; error reports have all of it."""
-    message = outcome.reason or _reason_of_end(cause, outcome, failure)
-    left_out = len(message) - _MAX_REASON_CHARACTERS
-    return message if left_out <= 0 else f"{message[:_MAX_REASON_CHARACTERS]} ... ({left_out} more characters)"
-
-
 _MAX_REASON_CHARACTERS = 4000
+"""Of the ledger, which each command reads."""
 
 
 def _record_end(context: JobContext, attempt: int, end: End) -> None:

@@ -75,7 +75,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     try:
         with nullcontext() if place.is_store_hosted else processes.leaving_at_stop_signals():
-            context = _make_context(run, place) if place.rank == 0 and not arguments.finished else None
+            context = None
+            if place.rank == 0 and not arguments.finished:  # it begins and concludes the attempt, as a supervisor does
+                world = World(num_nodes=place.num_nodes, workers_per_node=place.local_world_size or 1)
+                context = replace(read_context(run, None), world=world, environ=dict(os.environ))
             attempt, listen_fd = _gather_ranks(run, place, begin)
     except processes.StopSignalled:
         sys.stderr.write(f"{run.name}: rank {place.rank} was stopped while it waited for the other ranks\n")
@@ -93,12 +96,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     # To a launcher, each code but zero is a failure, and the highest one counts: rank zero's is enough.
     is_to_continue = place.rank == 0 and not arguments.of_node and not is_stop_asked
     return exit_codes.STOPPED if is_to_continue else exit_codes.FINISHED
-
-
-def _make_context(run: RunDir, place: RankPlace) -> JobContext:
-    """Return what rank zero begins and concludes the attempt by, as a supervisor does."""
-    world = World(num_nodes=place.num_nodes, workers_per_node=place.local_world_size or 1)
-    return replace(read_context(run, None), world=world, environ=dict(os.environ))
 
 
 def _gather_ranks(run: RunDir, place: RankPlace, begin: Callable[[], int]) -> tuple[int, int | None]:

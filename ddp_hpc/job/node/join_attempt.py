@@ -202,9 +202,8 @@ def gather_in_store(place: RankPlace, begin: Callable[[], int]) -> int:
     if place.rank != 0:
         return _ask_store(store, prefix, place.rank, word, deadline)
     store.set(f"{prefix}/zero", word)
-    words: dict[str, str] = {}
-    for rank in range(1, place.world_size):
-        words[str(rank)] = store.get(f"{prefix}/{word}/{rank}").decode()  # waits as long as the store's timeout
+    # This waits as long as the store's timeout.
+    words = {str(rank): store.get(f"{prefix}/{word}/{rank}").decode() for rank in range(1, place.world_size)}
     attempt = begin()
     store.set(f"{prefix}/{word}/answer", json.dumps({"answer": {"attempt": attempt}, "words": words}))
     return attempt

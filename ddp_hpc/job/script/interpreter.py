@@ -118,7 +118,9 @@ def _run_program(plan: ScriptPlan, on_error: Callable[[BaseException], object]) 
     except SystemExit as end:
         return _exit_code(end)
     except BaseException as error:  # noqa: BLE001  all that a script may raise
-        error.with_traceback(_traceback_of_script(error.__traceback__))
+        # From the script's first line on, as Python prints it. No name holds the traceback, which would keep what the script has.
+        while error.__traceback__ and error.__traceback__.tb_frame.f_code.co_filename in _RUNNER_FRAME_FILES:
+            error.__traceback__ = error.__traceback__.tb_next
         # A signal may be a request to stop: the process beside this one knows. A helper that the script has forked gets here, too.
         if type(error).__name__ not in {"KeyboardInterrupt", "SignalException"} and os.getpid() == pid:
             on_error(error)
@@ -157,11 +159,3 @@ def _exit_code(end: SystemExit) -> int:
 
 
 _RUNNER_FRAME_FILES = (__file__, "<frozen runpy>", runpy.__file__)
-
-
-def _traceback_of_script(traceback: types.TracebackType | None) -> types.TracebackType | None:
-    """Return a traceback from the script's first line on, as Python prints it."""
-    rest = traceback
-    while rest is not None and rest.tb_frame.f_code.co_filename in _RUNNER_FRAME_FILES:
-        rest = rest.tb_next
-    return rest

@@ -104,7 +104,6 @@ class Watcher:
     """The processes that were sent the stop signal; none gets it twice."""
     _kill_at: float = float("inf")
     _looked_at: float = 0.0
-    _began: float = field(default_factory=time.monotonic)
 
     def wait_for(self, pid: int) -> int:
         """Return the script's exit code, or minus the number of the signal that killed it."""

@@ -92,7 +92,13 @@ def take_snapshot(
         if needed is not None:
             # It may begin with `..`, and the copy may not have the directory that this leads out of.
             copied = os.path.normpath(target / code_dir.resolve().relative_to(source) / needed)
-            _require_copied(Path(copied), code_dir / needed)
+            if not Path(copied).exists():
+                original = code_dir / needed
+                raise ConfigError(
+                    f"The job's copy of the code would not contain the recipe's module {original}: git ignores it, or it is in the "
+                    "directory of the runs, or behind a symbolic link to outside. Change the line of `.gitignore` that `git check-ignore "
+                    f"-v {original}` prints, or set `snapshot.enabled=false`, so that the job imports the code from its own directory."
+                )
         names = [file["name"] for file in files]
         written = _link_earlier_outputs(run.snapshot, target, names)
         not_shown = _link_rest(source, target, names, hidden)
@@ -251,15 +257,6 @@ def _runs_among(source: Path, names: Sequence[str]) -> Iterator[Path]:
         run = RunDir((source / name).parent)
         if run.config.name == Path(name).name and run.path != source and (run.attempts.exists() or run.lock.exists()):
             yield run.path
-
-
-def _require_copied(copied: Path, original: Path) -> None:
-    if not copied.exists():
-        raise ConfigError(
-            f"The job's copy of the code would not contain the recipe's module {original}: git ignores it, or it is in the "
-            "directory of the runs, or behind a symbolic link to outside. Change the line of `.gitignore` that `git check-ignore "
-            f"-v {original}` prints, or set `snapshot.enabled=false`, so that the job imports the code from its own directory."
-        )
 
 
 def _code_files(source: Path) -> list[str]:

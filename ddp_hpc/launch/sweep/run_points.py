@@ -46,8 +46,12 @@ def run_here(sweep_dir: SweepDir, numbers: Sequence[int], environ: Mapping[str, 
             processes.release_lock(lock_fd)
 
     def stop() -> None:
+        """Ask the points that run to write a checkpoint and stop, so that `continue` goes on with them."""
         is_over.set()
-        _stop_points(sweep_dir, environ)
+        for point in read_sweep(sweep_dir).points:
+            with suppress(DdpHpcError, OSError):  # it does not run
+                local.stop(sweep_dir.run(point), environ)
+        append_record(sweep_dir, cancelled=True)  # no other point starts until the user continues it
 
     runner = threading.Thread(target=run_all, daemon=True)
     runner.start()
@@ -84,14 +88,6 @@ def _must_stop_starting(sweep_dir: SweepDir) -> bool:
         return sweep.is_cancelled
     sys.stderr.write(f"note: {most} points have failed, so no other point is started (`--stop-after-failures`)\n")
     return True
-
-
-def _stop_points(sweep_dir: SweepDir, environ: Mapping[str, str]) -> None:
-    """Ask the points that run to write a checkpoint and stop, so that `continue` goes on with them."""
-    for point in read_sweep(sweep_dir).points:
-        with suppress(DdpHpcError, OSError):  # it does not run
-            local.stop(sweep_dir.run(point), environ)
-    append_record(sweep_dir, cancelled=True)  # no other point starts until the user continues it
 
 
 def _run_point(

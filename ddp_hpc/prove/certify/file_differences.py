@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import PurePosixPath
@@ -62,27 +62,19 @@ def differences(here: Mapping[str, Contents], undisturbed: Mapping[str, Contents
         elif mine.kind == other.kind and mine.kind != "bytes":
             paths = dict.fromkeys([*other.values, *mine.values])
             pairs = {path: (mine.values.get(path, _NOTHING), other.values.get(path, _NOTHING)) for path in paths}
-            if not _has_all_lines(mine.lines, other.lines):
+            rest = iter(mine.lines)  # a log may have more lines than the other, such as `resumed at step 10`
+            if not all(line in rest for line in other.lines):
                 lines = enumerate(zip_longest(mine.lines, other.lines, fillvalue=_NOTHING), 1)
                 pairs |= {f"line {number}": pair for number, pair in lines}
-            is_of_records = _are_records(other.lines) and {*mine.lines} <= {*other.lines}
+            texts = [line.strip() for line in other.lines if line.strip()]
+            are_records = len(texts) > 1 and all(text.startswith("{") and text.endswith("}") for text in texts)
+            is_of_records = are_records and {*mine.lines} <= {*other.lines}
             both = ((path, pair) for path, pair in pairs.items() if pair[0] != pair[1])
             found += [FileDifference(file, path, *pair, is_of_records) for path, pair in both]
         elif (mine.digest, mine.num_bytes) != (other.digest, other.num_bytes):
             here_text, there_text = (one.digest[:16] or f"{one.num_bytes} bytes" for one in (mine, other))
             found.append(FileDifference(file, "", here_text, there_text))
     return found
-
-
-def _are_records(lines: Sequence[str]) -> bool:
-    texts = [line.strip() for line in lines if line.strip()]
-    return len(texts) > 1 and all(text.startswith("{") and text.endswith("}") for text in texts)
-
-
-def _has_all_lines(mine: Sequence[str], other: Sequence[str]) -> bool:
-    """Tell whether a log has all lines of the other in their order; more lines, such as `resumed at step 10`, do no harm."""
-    rest = iter(mine)
-    return all(line in rest for line in other)
 
 
 def align_file_names(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
+from operator import itemgetter
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:  # `status` needs no keys
@@ -81,13 +82,10 @@ def choose_interval(costs: SaveCosts, keys: CheckpointSpec, *, is_measured: bool
     """
     best_s = best_interval_s(costs.stall_s, costs.between_failures_s)
     found: tuple[float, DecidedBy] = (best_s if is_measured else min(best_s, FIRST_SAVE_AFTER_S), "least cost")
-    if found[0] > keys.max_interval_s:
-        found = (keys.max_interval_s, "longest")
-    if found[0] < keys.min_interval_s:
-        found = (keys.min_interval_s, "shortest")
-    if found[0] < MIN_INTERVAL_IN_WRITES * costs.write_s:
-        found = (MIN_INTERVAL_IN_WRITES * costs.write_s, "written")
-    return found
+    found = min(found, (keys.max_interval_s, "longest"), key=itemgetter(0))
+    return max(
+        found, (keys.min_interval_s, "shortest"), (MIN_INTERVAL_IN_WRITES * costs.write_s, "written"), key=itemgetter(0)
+    )
 
 
 def is_worth_changing(now: float, best: float) -> bool:

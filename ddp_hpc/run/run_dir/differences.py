@@ -83,10 +83,6 @@ class Difference:
         return num_kinds > 1 and len(set(zip(self.processors, self.digests, strict=True))) == num_kinds
 
     @property
-    def odd_hosts(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(self.hosts[rank] for rank in self.odd_ranks))
-
-    @property
     def finding(self) -> str:
         """Say after which step which tensors differ."""
         if self.of_loss:

@@ -230,10 +230,6 @@ class Ledger:
         """Return the newest attempt that is older than `number`."""
         return next((one for one in reversed(self.attempts) if one.attempt < number), None)
 
-    def attempts_since(self, number: int) -> Sequence[Attempt]:
-        """Return the attempts from `number` on, such as those of the user's newest submission."""
-        return tuple(one for one in self.attempts if one.attempt >= number)
-
     @property
     def newest_committed_step(self) -> int:
         """The newest step of which the ledger says that a checkpoint was committed; 0 without one."""

@@ -45,10 +45,6 @@ class MachineUse:
     """The limit of the job's cgroup; the node's memory, where there is none."""
 
     @property
-    def gpu_memory_share(self) -> float | None:
-        return _share(self.gpu_memory_gib, self.gpu_memory_total_gib)
-
-    @property
     def memory_share(self) -> float | None:
         return _share(self.memory_gib, self.memory_limit_gib)
 
@@ -83,7 +79,7 @@ def merge_uses(uses: Sequence[MachineUse]) -> MachineUse | None:
         return None
     newest = max(uses, key=lambda use: use.at)
     fullest = max(uses, key=lambda use: use.memory_share or 0.0)
-    fullest_gpu = max(uses, key=lambda use: use.gpu_memory_share or 0.0)
+    fullest_gpu = max(uses, key=lambda use: _share(use.gpu_memory_gib, use.gpu_memory_total_gib) or 0.0)
     lengths: dict[int, float] = {}
     for use in uses:
         lengths[use.node_rank] = lengths.get(use.node_rank, 0.0) + use.seconds

@@ -49,7 +49,7 @@ class QueuedJob:
 
 def attempts_of_submission(ledger: Ledger, queued: QueuedJob | None) -> Sequence[Attempt]:
     """Return the attempts that belong to the user's newest submission; `queued` is the run's record of it."""
-    return ledger.attempts_since(queued.since if queued else 0)
+    return tuple(one for one in ledger.attempts if queued is None or one.attempt >= queued.since)
 
 
 def write_queued_job(run: RunDir, job: QueuedJob) -> None:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import islice
-from typing import Any, Literal
+from typing import Literal
 
 from ddp_hpc.base.durable import lines_of
 from ddp_hpc.base.record import append_record, decode_record, read_records
@@ -119,7 +119,5 @@ def record_alarms(run: RunDir, alarms: Iterable[SlowRankAlarm]) -> None:
 
 def read_alarms(run: RunDir) -> list[SlowRankAlarm]:
     """Return the run's history, oldest first, each alarm as it was last recorded."""
-    newest: dict[tuple[Any, ...], SlowRankAlarm] = {}
-    for alarm in read_records(run.slow_ranks, SlowRankAlarm):
-        newest[alarm.attempt, alarm.rank, alarm.at] = alarm
-    return [*newest.values()]
+    alarms = read_records(run.slow_ranks, SlowRankAlarm)
+    return [*{(alarm.attempt, alarm.rank, alarm.at): alarm for alarm in alarms}.values()]

@@ -21,7 +21,7 @@ from ddp_hpc.train.engine.optimizer import lr_factor, set_rates, trained_paramet
 from ddp_hpc.train.engine.set_aside import undo_trial
 from ddp_hpc.train.engine.training import Training
 from ddp_hpc.train.engine.weighted_loss import compute_loss, divide_by_weight, num_parts_of, warn_of_no_mean
-from ddp_hpc.train.recording.step_numbers import gradient_norm, update_skip_flags
+from ddp_hpc.train.recording.step_numbers import gradient_norm
 from ddp_hpc.train.state.initial_weights import take_initial_weights
 
 log = logging.getLogger(__name__)
@@ -247,7 +247,8 @@ def update_weights(t: Training) -> None:
         t.numbers.note_skipped(t.guard.step(optimizer, t.state.position.step + 1))
     else:
         scaler.step(optimizer)
-        for was_skipped in update_skip_flags(scaler, optimizer):
+        # No public way to know it leaves the device alone: https://github.com/pytorch/pytorch/blob/main/torch/amp/grad_scaler.py
+        for was_skipped in scaler._found_inf_per_device(optimizer).values():  # noqa: SLF001  1 or 0, until `update`
             t.numbers.note_skipped(was_skipped)
             if t.guard.is_active:
                 t.guard.put_back_if(was_skipped, optimizer)

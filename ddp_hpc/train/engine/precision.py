@@ -12,13 +12,6 @@ _DTYPE_BY_NAME = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _NULL_CONTEXT = nullcontext()
 
 
-def set_matmul_precision(precision: str | None) -> None:
-    """Set the precision of float32 matrix products, and TF32 for convolutions where matrix products may use it; None leaves both as they are."""
-    if precision is not None:
-        torch.set_float32_matmul_precision(precision)
-        torch.backends.cudnn.allow_tf32 = precision != "highest"
-
-
 def precision_text() -> str:
     """Return a text on the precision of float32 in this process; a recipe may have changed it."""
     try:
@@ -43,7 +36,3 @@ class Precision:
         if self.name == "fp32":
             return _NULL_CONTEXT
         return torch.autocast(self.device.type, dtype=_DTYPE_BY_NAME[self.name])
-
-    def make_scaler(self) -> torch.amp.GradScaler | None:
-        """Return the loss scaler of fp16; None for the others, which need none."""
-        return torch.amp.GradScaler(self.device.type) if self.name == "fp16" else None

@@ -52,7 +52,7 @@ def initial_state(
         raise ConfigError(NO_OPTIMIZER_MESSAGE.format(f"is the class {make_optimizer.__name__} itself"))
     optimizer = make_optimizer(bare, spec.train.lr)
     refuse_misfit(optimizer)
-    scaler = precision.make_scaler()
+    scaler = torch.amp.GradScaler(group.device.type) if precision.name == "fp16" else None
     add_momentum_hook(optimizer, may_skip=scaler is not None or spec.train.on_nonfinite == "skip")
     return TrainingState(
         model=bare,

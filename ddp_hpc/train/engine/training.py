@@ -26,7 +26,7 @@ from ddp_hpc.train.engine.compiled import CompiledPasses, PlainPasses
 from ddp_hpc.train.engine.evaluate import Evaluator
 from ddp_hpc.train.engine.nonfinite import LossWatch, UpdateGuard
 from ddp_hpc.train.engine.optimizer import lr_factor, trained_parameters
-from ddp_hpc.train.engine.precision import Precision, precision_text, set_matmul_precision
+from ddp_hpc.train.engine.precision import Precision, precision_text
 from ddp_hpc.train.engine.prepare_model import initial_state, wrap_model
 from ddp_hpc.train.process_group import Group
 from ddp_hpc.train.recipe import Recipe, did_you_mean_name
@@ -305,7 +305,9 @@ def _check_best(spec: RunSpec, recipe: Recipe) -> None:
 def configure_torch(spec: RunSpec) -> None:
     """Set torch's global state: the seed for building the model, the precision, and determinism."""
     rng.seed_everything("model", spec.seed)
-    set_matmul_precision(spec.train.matmul_precision)
+    if spec.train.matmul_precision is not None:
+        torch.set_float32_matmul_precision(spec.train.matmul_precision)
+        torch.backends.cudnn.allow_tf32 = spec.train.matmul_precision != "highest"  # for convolutions, too
     torch.backends.cudnn.benchmark = not spec.train.deterministic
     if spec.train.deterministic:
         # cuBLAS needs it: https://docs.nvidia.com/cuda/cublas/#results-reproducibility

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -71,9 +71,3 @@ def gradient_norm(parameters: Sequence[Tensor], scaler: torch.amp.GradScaler | N
     numbers = [one.coalesce().values() if one.is_sparse else one for one in gradients if one.numel()]
     norm = torch.nn.utils.get_total_norm(numbers, kind) if numbers else torch.zeros((), device=parameters[0].device)
     return norm if scaler is None else norm / scaler.get_scale()
-
-
-def update_skip_flags(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
-    """Return, on the device, 1 if the scaler has just skipped the optimizer's update, else 0; to be called before its `update`."""
-    # No public way to know it leaves the device alone: https://github.com/pytorch/pytorch/blob/main/torch/amp/grad_scaler.py
-    return scaler._found_inf_per_device(optimizer).values()  # noqa: SLF001

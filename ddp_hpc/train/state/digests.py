@@ -90,7 +90,7 @@ def _group_places(tensors: Sequence[Tensor]) -> Iterator[tuple[Sequence[int], bo
 
 def _digests_of_alike(tensors: Sequence[Tensor]) -> Tensor:
     """Return the digests of small tensors of the same dtype and number of elements."""
-    flat = torch.cat([_with_resolved_bits(tensor).reshape(-1) for tensor in tensors])
+    flat = torch.cat([tensor.resolve_conj().resolve_neg().reshape(-1) for tensor in tensors])
     rows = flat.view(torch.int8).view(len(tensors), -1)
     num_whole = rows.shape[1] - rows.shape[1] % _WORD_BYTES
     words = rows[:, :num_whole].reshape(-1).view(torch.int64).view(len(tensors), num_whole // _WORD_BYTES)
@@ -110,13 +110,9 @@ def _digests_of_mixed(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([mixed.new_zeros(1), mixed.cumsum(0)])[ends].diff()
 
 
-def _with_resolved_bits(tensor: Tensor) -> Tensor:
-    return tensor.resolve_conj().resolve_neg()
-
-
 def _row_column_sums(tensor: Tensor) -> list[Tensor]:
     """Return the numbers that stand for a tensor: sums of rows and of columns, then the words and the bytes that are left."""
-    flat = _with_resolved_bits(tensor).contiguous().view(-1)
+    flat = tensor.resolve_conj().resolve_neg().contiguous().view(-1)
     if flat.stride() != (1,) or flat.storage_offset() * flat.element_size() % _WORD_BYTES:
         flat = flat.clone(memory_format=torch.contiguous_format)  # else PyTorch cannot view it as words
     is_copy = flat.data_ptr() != tensor.data_ptr()

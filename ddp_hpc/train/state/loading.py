@@ -55,21 +55,19 @@ def load_checkpoint(source: str | Path | os.PathLike[str], *, step: int | None =
     while True:
         steps = committed_steps(run)
         if not steps or (step is not None and step not in steps):
-            raise ConfigError(_missing_message(source, run, step, steps))
+            asked = "no checkpoint" if step is None else f"no checkpoint of step {step}"
+            there = "Name the directory of a run, such as `runs/digits`"
+            if steps:
+                there = f"Steps with a checkpoint: {', '.join(map(str, steps))}"
+            raise ConfigError(
+                f"The checkpoint of {str(source)!r} was asked for, but there is {asked} in {run.checkpoints}. {there}."
+            )
         try:
             return _load_newest_sound(run, steps if step is None else [step])
         except (UnreadableError, CorruptCheckpointError):
             # A run that goes on deletes its older checkpoints, perhaps while one of them is read.
             if set(steps) <= set(committed_steps(run)):
                 raise
-
-
-def _missing_message(source: object, run: RunDir, step: int | None, steps: Sequence[int]) -> str:
-    asked = "no checkpoint" if step is None else f"no checkpoint of step {step}"
-    there = "Name the directory of a run, such as `runs/digits`"
-    if steps:
-        there = f"Steps with a checkpoint: {', '.join(map(str, steps))}"
-    return f"The checkpoint of {str(source)!r} was asked for, but there is {asked} in {run.checkpoints}. {there}."
 
 
 def _load_newest_sound(run: RunDir, steps: Sequence[int]) -> Checkpoint:

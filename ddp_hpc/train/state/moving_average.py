@@ -31,15 +31,11 @@ class MovingAverage:
         """False in a run that an older version has begun, whose decay is the same from the first step on."""
         self._decay = decay
 
-    @property
-    def decay_now(self) -> float:
-        """The decay of the next update: an average over as many steps as there were does not lag behind a short training."""
-        return min(self._decay, (1 + self.num_updates) / (10 + self.num_updates)) if self.warms_up else self._decay
-
     @torch.no_grad()
     def update(self, model: nn.Module) -> None:
         """Take in the weights of `model`; the first time, copy them."""
-        decay = self.decay_now
+        # An average over as many steps as there were does not lag behind a short training.
+        decay = min(self._decay, (1 + self.num_updates) / (10 + self.num_updates)) if self.warms_up else self._decay
         for averages, newest in _group_by_dtype(self.module.parameters(), model.parameters()):
             if self.num_updates == 0:
                 torch._foreach_copy_(averages, newest)

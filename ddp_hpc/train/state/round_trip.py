@@ -6,7 +6,6 @@ The code that saves and the code that restores do it, in memory. No tensor of th
 from __future__ import annotations
 
 import json
-import logging
 import zlib
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -20,8 +19,6 @@ from ddp_hpc.train.engine.set_aside import device_for_copies, restore_after
 from ddp_hpc.train.state import digests, optimizer_state, training_state
 from ddp_hpc.train.state.optimizer_state import KeptByOptimizer, SavedTensor
 from ddp_hpc.train.state.training_state import TrainingState, named_tensors, why_not_plain
-
-log = logging.getLogger(__name__)
 
 _MOST_NAMED = 3
 

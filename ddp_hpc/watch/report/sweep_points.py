@@ -57,16 +57,12 @@ def read_points(runs: Iterable[tuple[RunDir, Settings]], *, now: float) -> tuple
     for run, sets in runs:
         try:
             if run.config.is_file():
-                found.append(_read(run, sets, now))
+                status = read_status(run, now=now)
+                goodput = goodput_of(read_times(run, now=now, is_alive=status.is_alive))
+                found.append(SweptRun(run=run, sets=sets, status=status, goodput=goodput))
         except (OSError, UnreadableError) as error:
             unreadable.append(f"{run.name} cannot be read: {error}")
     return found, unreadable
-
-
-def _read(run: RunDir, sets: Settings, now: float) -> SweptRun:
-    status = read_status(run, now=now)
-    goodput = goodput_of(read_times(run, now=now, is_alive=status.is_alive))
-    return SweptRun(run=run, sets=sets, status=status, goodput=goodput)
 
 
 def goal_of(points: Sequence[SweptRun]) -> Goal:

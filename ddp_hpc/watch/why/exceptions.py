@@ -62,11 +62,6 @@ class Raised:
         return self.text.partition("\n")[0]
 
     @property
-    def users_frame(self) -> FrameSummary | None:
-        """The innermost frame of the user's code."""
-        return next(filter(is_users, reversed(self.frames)), None)
-
-    @property
     def is_in_data(self) -> bool:
         """Whether a data set raised it, while a loader fetched a sample."""
         fetch = [number for number, frame in enumerate(self.frames) if "torch/utils/data/" in frame.filename]

@@ -12,7 +12,7 @@ from dataclasses import replace
 from ddp_hpc.base.exit_codes import signal_name, signal_of
 from ddp_hpc.base.processes import signal_number
 from ddp_hpc.run.run_dir.failure_reports import WorkerFailure
-from ddp_hpc.watch.why.exceptions import NEAR_END_LINES, TOP_FUNCTIONS, Raised, tracebacks, uncaught
+from ddp_hpc.watch.why.exceptions import NEAR_END_LINES, TOP_FUNCTIONS, Raised, is_users, tracebacks, uncaught
 from ddp_hpc.watch.why.findings import AttemptFacts, EvidenceLine, Verdict
 from ddp_hpc.watch.why.lines import LogLine
 from ddp_hpc.watch.why.signatures import Match, match_exception, match_line
@@ -123,7 +123,7 @@ def _match_of_cause(raised: Raised) -> Match | None:
 
 
 def _place(raised: Raised | None) -> str:
-    frame = raised.users_frame if raised else None
+    frame = next(filter(is_users, reversed(raised.frames)), None) if raised else None
     return f"{frame.filename}:{frame.lineno}{f' in {frame.name}' if frame.name else ''}" if frame else ""
 
 

@@ -133,7 +133,7 @@ def _verdict_on_difference(difference: Difference) -> Verdict:
     return Verdict(
         failure="nan" if difference.of_loss and not difference.odd_ranks else "ranks-differ",
         rank=only,
-        host=", ".join(difference.odd_hosts),
+        host=", ".join(dict.fromkeys(difference.hosts[rank] for rank in difference.odd_ranks)),
         step=difference.step,
         detail=difference.finding,
         evidence=(EvidenceLine("root", only, difference.blame),),
