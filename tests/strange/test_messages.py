@@ -70,7 +70,7 @@ def test_processes_that_were_all_killed_are_told_by_their_signal(
     ],
 )
 def test_an_end_without_a_record_is_told_by_what_is_known_of_it(step_code: int | None, told: str) -> None:
-    assert told in attempt_end._shortened_reason(Cause.WORKER_CRASHED, Outcome(code=1, step_code=step_code), None)
+    assert told in attempt_end._reason_of_end(Cause.WORKER_CRASHED, Outcome(code=1, step_code=step_code), None)
 
 
 def test_a_step_that_was_killed_leaves_its_signal(tmp_path: Path) -> None:
