@@ -123,7 +123,7 @@ def ask_in_threads(
 
     Each is asked in a thread of its own, which a file system, a controller or a name server that hangs may keep.
     """
-    import threading  # late: no command needs it (cli/seldom_gc.py)
+    import threading  # late: no command needs it (cli/__init__.py)
 
     found: dict[str, T] = {}
 

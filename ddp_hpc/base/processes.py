@@ -144,7 +144,7 @@ def signals_held_back() -> Iterator[None]:
 
     Else a KeyboardInterrupt may come between the process's start and the assignment by which the caller knows it.
     """
-    import threading  # late: no command needs it that only reads (cli/seldom_gc.py)
+    import threading  # late: no command needs it that only reads (cli/__init__.py)
 
     if threading.current_thread() is not threading.main_thread():
         yield  # Python runs no handler in another thread
@@ -516,7 +516,7 @@ def threads_lost_by_fork() -> list[str]:
     if pid == 0:
         os._exit(0)
     os.waitpid(pid, 0)
-    import threading  # late: no command needs it (cli/seldom_gc.py)
+    import threading  # late: no command needs it (cli/__init__.py)
 
     known = {
         thread.native_id: f"{thread.name} ({type(thread).__module__}.{type(thread).__qualname__})"
@@ -539,7 +539,7 @@ _STARTED_AGAIN_AFTER_FORK = frozenset({"jemalloc_bg_thd"})
 
 def die_with_process(pid: int) -> None:
     """Kill this process once another process of this host has ended, whichever process is its parent."""
-    import threading  # late: no command needs it (cli/seldom_gc.py)
+    import threading  # late: no command needs it (cli/__init__.py)
 
     started = start_ticks(pid)
 

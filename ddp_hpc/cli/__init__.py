@@ -1,21 +1,27 @@
-"""The command line: it reads flags and calls the functions that do the work. Public: the commands, and `--json`."""
+"""The command line: it reads flags and calls the functions that do the work. Public: the commands, and `--json`.
+
+Nearly all the time of a short command is its imports (`make bench ARGS=commands`). This package imports a verb when it is asked for, and a
+verb imports at its top what it always needs. What one option, one back end or a file needs is imported there, marked "late".
+`tests/architecture/test_torch_free.py` lists what `--help`, `list`, `status` and a dry run must not load.
+"""
 
 from __future__ import annotations
 
 import argparse
+import atexit
 import errno
+import gc
 import importlib
 import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 
 from ddp_hpc import __version__
 from ddp_hpc.base.errors import DdpHpcError
 from ddp_hpc.base.exit_codes import FAILED
 from ddp_hpc.base.names import did_you_mean
-from ddp_hpc.cli.seldom_gc import collect_garbage_seldom
 from ddp_hpc.cli.terminal import drop_output, guarded_terminal, open_closed_streams
 
 GROUPS = {
@@ -75,7 +81,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return its exit code. Without `argv`, run the command in `sys.argv`."""
     if argv is None:
         open_closed_streams()
-    with nullcontext() if argv is not None else collect_garbage_seldom(), guarded_terminal():
+        # Modules, functions and classes are no garbage. By default, Python searches for some whenever 700 more objects exist,
+        # and once more at its end: a tenth of a short command.
+        gc.set_threshold(20_000, 10, 10)
+        atexit.register(gc.freeze)
+    with guarded_terminal():
         return _main(sys.argv[1:] if argv is None else list(argv))
 
 

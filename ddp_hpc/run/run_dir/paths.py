@@ -196,7 +196,7 @@ class RunDir:
     @property
     def word(self) -> str:
         """What to type for this run after `ddp-hpc VERB`, in a message: right in whatever directory it is, and whatever `runs_dir` is set."""
-        import shlex  # late: no command needs it otherwise (cli/seldom_gc.py)
+        import shlex  # late: no command needs it otherwise (cli/__init__.py)
 
         return shlex.quote(str(self.path))
 
