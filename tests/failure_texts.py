@@ -103,6 +103,7 @@ TEXTS: Mapping[str, Sequence[str]] = {
         "OSError: [Errno 5] Input/output error: '/data/train/7.bin'",
     ],
     "not-saved": [
+        "CheckpointError: The checkpoint of step 500 was not committed: another rank has failed. Its log says why.",
         "NotSavedError: The checkpoint of step 500 could not be committed: rank 1: PermissionError: [Errno 13] Permission denied",
     ],
     "nan": [

@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -453,18 +454,35 @@ def test_a_loader_gives_each_epoch_and_its_state_at_each_step_brings_the_rest(
             assert of_epochs(resumed, 3) == whole[step:]
 
 
-@pytest.mark.parametrize("how", ["a peek", "epochs that end early", "epochs from 1", "more steps than batches"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "a peek",
+        "a peek at all",
+        "epochs that end early",
+        "an end that is early once",
+        "epochs from 1",
+        "more steps than batches",
+    ],
+)
 def test_an_order_whose_epochs_are_not_those_that_were_trained_is_refused_at_a_save(how: str) -> None:
     order = sampler()  # four steps an epoch
-    if how == "a peek":
-        next(iter(order))
+    if how.startswith("a peek"):
+        list(islice(order, 4 if how.endswith("all") else 1))
+    num_read = {"epochs that end early": (1, 1), "an end that is early once": (2, 4)}.get(how, (4, 4))
     for epoch in range(2):
         if how == "epochs from 1":
             order.set_epoch(epoch + 1)
-        batches = iter(order)
-        for _ in range(1 if how == "epochs that end early" else 4):
-            next(batches)
+        list(islice(order, num_read[epoch]))
     next(iter(order))
 
     with pytest.raises(ConfigError, match="Iterate over it once for each epoch"):
-        order.state_dict({"epochs that end early": 3, "more steps than batches": 18}.get(how, 9))
+        order.state_dict(18 if how == "more steps than batches" else sum(num_read) + 1)
+
+
+def test_an_order_may_be_read_ahead_into_the_next_epoch() -> None:
+    order = sampler()  # four steps an epoch
+
+    list(islice(chain(order, order), 6))
+
+    assert order.state_dict(3) == sampler().state_dict(3)

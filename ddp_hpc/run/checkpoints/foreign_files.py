@@ -64,6 +64,10 @@ def commit_files(  # noqa: PLR0913  # the run, its attempt and world, and what t
     The files move there, or with `keeps_folder` are copied there. A checkpoint of the same step is replaced.
     """
     _list_files(folder)
+    if run.checkpoints.resolve().is_relative_to(folder):
+        raise ConfigError(
+            f"`commit` got {folder}, in which the committed checkpoints are. Write the files into a directory below it, such as `step-{step}.tmp`."
+        )
     _refuse_foreign_manifest(folder)
     uncommitted = make_uncommitted_dir(run, step, attempt)
     shutil.rmtree(uncommitted)  # what a failed commit of this attempt may have left

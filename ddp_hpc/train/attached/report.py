@@ -57,13 +57,13 @@ class ScriptReport:
 
 
 def _detached(value: Any) -> Any:
-    """Return a tensor without the graph that computed it, whose memory it would hold."""
+    """Return a copy of a tensor without the graph that computed it, whose memory it would hold; CUDA graphs overwrite their outputs."""
     if isinstance(value, Mapping):
         return {key: _detached(one) for key, one in value.items()}
-    return value.detach() if isinstance(value, torch.Tensor) else value
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
 def _as_numbers(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _as_numbers(one) for key, one in value.items()}
-    return value if isinstance(value, int) else float(value)
+    return value if type(value) is int else float(value)  # a truth value is 1 or 0

@@ -23,6 +23,10 @@ class StepSampler(Sampler[list[int]]):
         self._rank = rank
         self._origin = Position()
         self._next = self._origin
+        self._num_read = 0
+        """Batches since the origin."""
+        self._is_in_epoch = self._has_left_epoch = False
+        """Whether the iteration has not come to its end, and whether one did not before another began."""
 
     @property
     def epoch(self) -> int:
@@ -43,7 +47,10 @@ class StepSampler(Sampler[list[int]]):
         begin = self._next
         # `_next` is set now: a loader may read ahead, or not to the end.
         end = self._next = self.order.position_after(begin, self.order.steps_left(begin))
+        self._has_left_epoch |= self._is_in_epoch
         for batch in RankSampler(order=self.order, start=begin, total_steps=end.step, rank=self._rank):
+            self._num_read += 1
+            self._is_in_epoch = batch.after.step < end.step  # no loader need ask for more than the last one
             yield [index for one in batch.micro_batches for index in one.indices]
 
     def set_epoch(self, epoch: int) -> None:
@@ -52,20 +59,29 @@ class StepSampler(Sampler[list[int]]):
         self._next = self._origin if epoch == self._origin.epoch else begin
 
     def state_dict(self, step: int) -> dict[str, int]:
-        """Return the position after `step` steps; save it with the model."""
+        """Return the position after `step` steps, each of one batch of the loader; save it with the model.
+
+        Raises:
+            ConfigError: if the loader has not read the epochs up to there once each, in their order and to their end.
+        """
         if step < self._origin.step:
             raise ConfigError(
                 f"The state of step {step} was asked for, but the order goes on from step {self._origin.step}."
             )
-        position = self.order.position_after(self._origin, int(step) - self._origin.step)
-        if self._next != self._origin and self._next.epoch - position.epoch not in {0, 1}:
+        num = int(step) - self._origin.step
+        position, read = (self.order.position_after(self._origin, one) for one in (num, self._num_read))
+        is_jump = self._next.epoch - read.epoch not in {0, 1}
+        # A loader reads some batches ahead, also of the next epoch.
+        is_apart = self._next.epoch < position.epoch or (num and self._num_read - num >= self.order.steps_per_epoch)
+        if self._num_read and (self._has_left_epoch or is_jump or is_apart):
             raise ConfigError(
-                f"The state of step {step} is of epoch {position.epoch}, but the loader has started {self._next.epoch} epochs, so a resumed "
-                "run would get other samples. Iterate over it once for each epoch, counted from 0, to its end; to inspect samples, "
-                "make another `run.order`."
+                f"The state of step {step} is of epoch {position.epoch}, but the loader has started {self._next.epoch} epochs, and read "
+                f"{self._num_read} batches{' and not all of some epoch' if self._has_left_epoch else ''}, so a resumed run would get other samples. Count each batch "
+                "as a step. Iterate over it once for each epoch, counted from 0, to its end; to inspect samples, make another `run.order`."
             )
         return asdict(position)
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Go on after the step of a saved state."""
+        self._num_read, self._is_in_epoch, self._has_left_epoch = 0, False, False
         self._origin = self._next = Position(**{key: int(value) for key, value in state.items()})

@@ -273,7 +273,10 @@ REGISTRY: Mapping[str, FailureClass] = {
         "trained since the newest checkpoint is lost.",
         to_do="Try to write a file into the run's directory, on that rank's node: the evidence says what failed. Repair that, then submit again: "
         "the run continues from its newest checkpoint.",
-        patterns=[_on_exception(r"(?:CheckpointError|NotSavedError): ")],
+        patterns=[
+            _on_exception("CheckpointError: .*: another rank has failed", "cascade"),
+            _on_exception(r"(?:CheckpointError|NotSavedError): "),
+        ],
     ),
     "nan": FailureClass(
         title="the loss or a gradient is not finite (NaN)",
