@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
@@ -228,10 +228,10 @@ class AttachedRun:
             f"rank {info.rank} has waited for {WAIT_NOTE_S:.0f} s in `commit` of step {step}. All ranks must call it"
         ):
             self._ranks.sum(torch.zeros(1))  # each has written its files
-            problem = self._flush(folder) if info.local_rank == 0 else None
+            problem = _error_of(lambda: flush_files(folder)) if info.local_rank == 0 else None
             num_problems = self._ranks.sum(torch.tensor([int(problem is not None)], dtype=torch.int64)).item()
             if info.is_rank_zero and not num_problems:
-                problem = self._publish(folder, step, keeps_folder=keeps_folder, keep_last=keep_last)
+                problem = _error_of(lambda: self._publish(folder, step, keeps_folder=keeps_folder, keep_last=keep_last))
             num_problems += self._ranks.broadcast_from_rank_zero(int(problem is not None))
         if problem is not None:
             raise problem
@@ -241,38 +241,26 @@ class AttachedRun:
             )
         return checkpoint_path(self._run, step)
 
-    def _flush(self, folder: Path) -> Exception | None:
-        """Flush what this host has written; return what went wrong."""
-        try:
-            flush_files(folder)
-        except (OSError, DdpHpcError) as error:
-            return error
-        return None
-
-    def _publish(self, folder: Path, step: int, *, keeps_folder: bool, keep_last: int | None) -> Exception | None:
+    def _publish(self, folder: Path, step: int, *, keeps_folder: bool, keep_last: int | None) -> None:
         run, attempt, world_size = self._run, self.attempt, self._ranks.rank_info.world_size
-        try:
-            if not self._is_managed:  # no supervisor has claimed the directory
-                make_directories(run.checkpoints)
-                attempt = next_attempt(run)
-                renew_claim(run, attempt)
-            commit_files(run, folder, step, attempt=attempt, world_size=world_size, keeps_folder=keeps_folder)
-            later = [one for one in committed_steps(run) if one > step]
-            if later:
-                sys.stderr.write(
-                    f"note: step {step} is committed, but {run.checkpoints} has a checkpoint of step {later[-1]}, which `latest` returns. "
-                    "If this training starts over, give it a directory of its own\n"
-                )
-            elif keep_last is not None:
-                prune_checkpoints(run, attempt=attempt, keep=CheckpointSpec(keep_last=max(keep_last, 1)))
-            if not self._is_managed:
-                release_claim(run, attempt)
-        except (OSError, DdpHpcError) as error:
-            return error
+        if not self._is_managed:  # no supervisor has claimed the directory
+            make_directories(run.checkpoints)
+            attempt = next_attempt(run)
+            renew_claim(run, attempt)
+        commit_files(run, folder, step, attempt=attempt, world_size=world_size, keeps_folder=keeps_folder)
+        later = [one for one in committed_steps(run) if one > step]
+        if later:
+            sys.stderr.write(
+                f"note: step {step} is committed, but {run.checkpoints} has a checkpoint of step {later[-1]}, which `latest` returns. "
+                "If this training starts over, give it a directory of its own\n"
+            )
+        elif keep_last is not None:
+            prune_checkpoints(run, attempt=attempt, keep=CheckpointSpec(keep_last=max(keep_last, 1)))
+        if not self._is_managed:
+            release_claim(run, attempt)
         if self._report:
             at = (checkpoint_path(run, step) / "manifest.json").stat().st_mtime
             self._report.take_values({"last_checkpoint": step, "last_checkpoint_at": at}, now=True)
-        return None
 
     # --- reporting and data --------------------------------------------------------------------------------------------
 
@@ -305,6 +293,14 @@ class AttachedRun:
                 "Use a smaller batch, or drop_last=False."
             )
         return StepSampler(order, info.rank)
+
+
+def _error_of(call: Callable[[], object]) -> Exception | None:
+    try:
+        call()
+    except (OSError, DdpHpcError) as error:
+        return error
+    return None
 
 
 def _require_visible(path: Path) -> None:
