@@ -41,8 +41,6 @@ from tests.certify.planted import PLANTED
         ("Train Epoch: 1 [640/60000 (1%)]\tLoss: 2.294", 1, None, 2.294),
         ("Epoch [2/10], Step [100/600], Loss: 0.1234", 2, 100, 0.1234),
         ("{'loss': nan, 'epoch': 0.5}", 0.5, None, float("nan")),
-        ("step 1,000 loss 0.5", None, 1000, 0.5),
-        ("step [1,2] loss 0.5", None, 1, 0.5),
         ("{'loss': '1.386', 'learning_rate': '4.844e-05', 'epoch': '0.125'}", 0.125, None, 1.386),
         (" 12%|#2        | 12/100 [00:01<00:09,  9.51it/s, loss=0.25]", None, None, 0.25),
         ("12it [00:01,  9.51it/s]", None, None, None),

@@ -32,8 +32,6 @@ _EVAL = re.compile(
     r"(?<![a-zA-Z])(?:val|valid|validation|eval|evaluat\w*|test|accuracy|acc)(?![a-zA-Z])", re.IGNORECASE
 )
 
-_IN_THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
-"""The commas of `step 1,000`."""
 _ANSI_PATTERN = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")  # colours and moves of the cursor
 _FILE_PATTERN = re.compile(r"(?<![\w./=-])[\w./=-]+\.(?:ckpt|pth?|safetensors)\b")
 """The name of a file, whose `epoch=3` and `step=40` do not say where the training is."""
@@ -63,7 +61,7 @@ class PrintedLine:
 
 def parse(text: str, at: float = 0.0, last_epoch: float | None = None) -> PrintedLine:
     """Read one line; a step whose line names no epoch gets the last one, as from a header above the steps."""
-    text = _IN_THOUSANDS.sub("", _ANSI_PATTERN.sub("", text))
+    text = _ANSI_PATTERN.sub("", text)
     step, epoch, loss = (pattern.search(_FILE_PATTERN.sub("", text)) for pattern in (_STEP, _EPOCH, _LOSS))
     return PrintedLine(
         at=at,

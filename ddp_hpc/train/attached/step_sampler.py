@@ -21,12 +21,9 @@ class StepSampler(Sampler[list[int]]):
     def __init__(self, order: SampleOrder, rank: int) -> None:
         self.order = order
         self._rank = rank
-        self._origin = Position()
-        self._next = self._origin
-        self._num_read = 0
-        """Batches since the origin."""
-        self._is_in_epoch = self._has_left_epoch = False
-        """Whether the iteration has not come to its end, and whether one did not before another began."""
+        self._origin = self._next = Position()
+        # Batches since then; whether the iteration has not come to its end, and whether one did not before another began.
+        self._num_read, self._is_in_epoch, self._has_left_epoch = 0, False, False
 
     @property
     def epoch(self) -> int:
@@ -59,21 +56,16 @@ class StepSampler(Sampler[list[int]]):
         self._next = self._origin if epoch == self._origin.epoch else begin
 
     def state_dict(self, step: int) -> dict[str, int]:
-        """Return the position after `step` steps, each of one batch of the loader; save it with the model.
-
-        Raises:
-            ConfigError: if the loader has not read the epochs up to there once each, in their order and to their end.
-        """
+        """Return the position after `step` steps, each of one batch of the loader; save it with the model."""
         if step < self._origin.step:
             raise ConfigError(
                 f"The state of step {step} was asked for, but the order goes on from step {self._origin.step}."
             )
         num = int(step) - self._origin.step
         position, read = (self.order.position_after(self._origin, one) for one in (num, self._num_read))
-        is_jump = self._next.epoch - read.epoch not in {0, 1}
         # A loader reads some batches ahead, also of the next epoch.
         is_apart = self._next.epoch < position.epoch or (num and self._num_read - num >= self.order.steps_per_epoch)
-        if self._num_read and (self._has_left_epoch or is_jump or is_apart):
+        if self._num_read and (self._has_left_epoch or self._next.epoch - read.epoch not in {0, 1} or is_apart):
             raise ConfigError(
                 f"The state of step {step} is of epoch {position.epoch}, but the loader has started {self._next.epoch} epochs, and read "
                 f"{self._num_read} batches{' and not all of some epoch' if self._has_left_epoch else ''}, so a resumed run would get other samples. Count each batch "

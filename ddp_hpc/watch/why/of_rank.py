@@ -160,8 +160,8 @@ def verdict_on_signal(facts: AttemptFacts, verdict: Verdict, number: int) -> Ver
     return replace(verdict, failure=match.name, role=match.role, basis="log", evidence=(evidence,))
 
 
+# These are not counted: a process that dies prints any number of them.
 _OF_STACK = re.compile(r"$|  File |frame #|(?:Current t|T)hread 0x")
-"""A line of a stack that a process prints as it dies: not counted, as there may be any number."""
 
 
 def _matches_at_end(facts: AttemptFacts, verdict: Verdict) -> list[tuple[LogLine, Match]]:
