@@ -108,8 +108,7 @@ def _make_certification(
     if args.patience <= 0:
         raise ConfigError(f"`--patience` is {args.patience:g}, but it must be more than 0 seconds.")
     asked_dir = values_of(args.settings).get("runs_dir")
-    runs_dir = args.runs_dir or (Path(asked_dir) if asked_dir else chosen_runs_dir(None, environment))
-    runs_dir = runs_dir.absolute()
+    runs_dir = (args.runs_dir or Path(asked_dir or chosen_runs_dir(None, environment))).absolute()
     words = [*args.settings, *rank_settings(args.settings), *runs_dir_setting(runs_dir)]
     resolved = resolve(None, words, environment, site=args.site, is_for_slurm=False, command=args.command)
     if resolved.spec.resources.nodes > 1:

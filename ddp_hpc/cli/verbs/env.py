@@ -128,10 +128,8 @@ def _software_text(found: Environment) -> str:
 
 def _print_exports(found: WorkerEnv) -> None:
     for name, value in found.given.items():
-        quoted = shlex.quote(value)
-        if quoted == value:  # in quotes all the same: the form of a line does not depend on its value
-            quoted = f"'{value}'"
-        print(f"export {name}={quoted}")
+        quoted = shlex.quote(value)  # in quotes in any case: the form of a line does not depend on its value
+        print(f"export {name}={quoted if quoted != value else repr(value)}")
     for name in ("MASTER_ADDR", "MASTER_PORT"):  # the only ones that nobody can do without
         if found.value(name) is None:
             print(

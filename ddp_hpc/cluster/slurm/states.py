@@ -218,9 +218,7 @@ def explain_reason(code: str) -> str:
 
     Takes the code as squeue and scontrol write it: `Priority`, `(ReqNodeNotAvail, UnavailableNodes:node1)`.
     """
-    plain = code.strip()
-    if plain.startswith("(") and plain.endswith(")"):
-        plain = plain[1:-1]
+    plain = code.strip().removeprefix("(").removesuffix(")")
     key = plain.lower().replace("_", " ").strip()
     first, _, rest = plain.partition(",")
     words = _REASONS.get(key, _REASONS.get(first.lower().strip()))

@@ -81,8 +81,7 @@ def commit_files(  # noqa: PLR0913  # the run, its attempt and world, and what t
 
 
 def _publish(run: RunDir, uncommitted: Path, step: int, attempt: int, world_size: int) -> Path:
-    with suppress(FileNotFoundError):
-        (uncommitted / MANIFEST_NAME).unlink()  # of a directory that was committed before
+    (uncommitted / MANIFEST_NAME).unlink(missing_ok=True)  # of a directory that was committed before
     shards = tuple(_flush_and_record(path, uncommitted) for path in _list_files(uncommitted))
     for directory in [path for path in uncommitted.rglob("*") if path.is_dir()]:
         fsync_path(directory)
