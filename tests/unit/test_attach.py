@@ -170,6 +170,15 @@ def test_a_commit_of_nothing_is_refused_in_words(folder: str, expected: str) -> 
         run.commit(folder)
 
 
+def test_the_directory_of_all_checkpoints_is_no_checkpoint(tmp_path: Path) -> None:
+    run = attach()
+    save(run, 1)
+
+    for folder in (run.checkpoint_dir, tmp_path):
+        with pytest.raises(ConfigError, match="in which the committed checkpoints are"):
+            run.commit(folder, step=2, keeps_folder=True)
+
+
 def test_an_attempt_that_a_newer_one_has_replaced_commits_nothing(managed: RunDir) -> None:
     run = attach()
     save(run, 1)
@@ -324,10 +333,13 @@ def test_numbers_of_an_evaluation_stay_while_steps_report_others(managed: RunDir
     run.report(1, accuracy=0.5, lr=0.3)
     run.report(2, accuracy=0.75)
 
-    run.report(3, lr=0.1)
+    last = torch.tensor(0.5)
+    run.report(3, lr=0.1, is_best=True, last=last)
+    last.fill_(9.0)  # as CUDA graphs do with what a pass has returned
     save(run, 3)
 
-    assert with_script_report(managed, Progress(attempt=0)).metrics == {"accuracy": 0.75, "lr": 0.1}
+    found = with_script_report(managed, Progress(attempt=0)).metrics
+    assert found == {"accuracy": 0.75, "lr": 0.1, "is_best": 1.0, "last": 0.5}
 
 
 def test_a_new_attempt_has_only_the_checkpoint_of_the_old_one(managed: RunDir) -> None:
@@ -478,6 +490,17 @@ def test_an_order_whose_epochs_are_not_those_that_were_trained_is_refused_at_a_s
 
     with pytest.raises(ConfigError, match="Iterate over it once for each epoch"):
         order.state_dict(18 if how == "more steps than batches" else sum(num_read) + 1)
+
+
+def test_an_order_whose_epoch_has_ended_one_batch_early_is_refused_at_the_next_save() -> None:
+    order = sampler()  # four steps an epoch
+    list(islice(order, 3))
+    assert order.state_dict(3) == sampler().state_dict(3)
+
+    next(iter(order))
+
+    with pytest.raises(ConfigError, match="read 4 batches and not all of some epoch"):
+        order.state_dict(4)
 
 
 def test_an_order_may_be_read_ahead_into_the_next_epoch() -> None:
