@@ -260,8 +260,7 @@ def split_config_words(words: Sequence[str]) -> tuple[Path, list[str]]:
         raise ConfigError(
             f"{words[0]!r} is a setting, but the configuration file is missing. Name it: `ddp-hpc submit CONFIG KEY=VALUE ...`."
         )
-    settings = [word for word in words if word != paths[0]]
-    return Path(paths[0]), settings
+    return Path(paths[0]), [word for word in words if word != paths[0]]
 
 
 def _dry_run_text(request: SubmitRequest, backend: Backend, *, is_explained: bool, is_json: bool) -> str:

@@ -146,5 +146,4 @@ def change_texts(old: Environment, new: Environment) -> Iterator[str]:
 
 
 def _as_text(value: str | tuple[str, ...]) -> str:
-    text = value if isinstance(value, str) else ", ".join(value)
-    return text or "none"
+    return (value if isinstance(value, str) else ", ".join(value)) or "none"
