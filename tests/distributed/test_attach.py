@@ -98,21 +98,6 @@ def are_equal(one: Path, other: Path) -> bool:
 
 
 @pytest.mark.long
-def test_a_thread_of_the_script_that_does_not_end_keeps_no_stopped_rank(place: Place) -> None:
-    thread = "import threading, ddp_hpc.train.attached.run as run_module\nrun_module.TEARDOWN_S = 1.0\n"
-    thread += "threading.Thread(target=threading.Event().wait).start()\n"
-    (place.path / "early.py").write_text(thread + ATTACHES_FIRST.replace('== "1"', '== "none"'))
-    assert place.submit(TWO, "python", "early.py", wait=False).returncode == 0
-    until(lambda: all("steps" in place.log("early", rank) for rank in range(2)))
-
-    assert place.ddp_hpc("stop", "early").returncode == 0
-    until(lambda: place.attempts("early")[-1].ending is not None)
-
-    (attempt,) = place.attempts("early")
-    assert (attempt.ending, attempt.cause) == ("stopped", "stop asked")
-
-
-@pytest.mark.long
 @pytest.mark.parametrize("has_begun", [False, True])
 def test_a_stop_ends_ranks_that_wait_for_others_to_start_and_is_heard_once_all_have_met(
     has_begun: bool, place: Place

@@ -139,7 +139,8 @@ def resolve_key(name: str, environ: Mapping[str, str]) -> Any:
     profile = find_profile(environ)
     own = fill_settings(from_environment(environ), environ)
     given = [*from_defaults(), *(profile.settings if profile else ()), *own]
-    return _converted_value([setting for setting in given if setting.key == name][-1])
+    setting = [setting for setting in given if setting.key == name][-1]
+    return _converted_value(setting)
 
 
 def _build_config(settings: Iterable[Setting]) -> Resolved:

@@ -39,7 +39,6 @@ from ddp_hpc.train.attached.step_sampler import StepSampler
 from ddp_hpc.train.data.sample_order import SampleOrder
 from ddp_hpc.train.process_group import leave_process_group
 from ddp_hpc.train.stop import StopConsensus, StopFlag
-from ddp_hpc.train.watchdog import TEARDOWN_S, leave_within
 
 DEFAULT_DIR = "checkpoints"
 """Where checkpoints are outside of ddp-hpc, below the working directory."""
@@ -165,10 +164,6 @@ class AttachedRun:
         """Exit with the code that means: saved, start me again (`stop_exit_code`)."""
         # At the end of the interpreter, when nothing of the script refers to its DDP model any more.
         atexit.register(leave_process_group)
-        timer = leave_within(
-            TEARDOWN_S, lambda: os._exit(self.stop_exit_code)
-        )  # where a thread of the script does not end
-        atexit.register(timer.cancel)
         sys.exit(self.stop_exit_code)
 
     # --- checkpoints ---------------------------------------------------------------------------------------------------
