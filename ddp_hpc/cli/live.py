@@ -70,8 +70,7 @@ def screen(status: RunStatus, details: Mapping[str, str], losses: str, *, now: f
         filled = round(done * _WIDTH)
         lines.append(f"{'#' * filled}{'-' * (_WIDTH - filled)} {done:.0%}")
     rest = as_text(status, now=now, word=word, details=details).splitlines()[2:]  # without the run and its state
-    trend = [f"{'losses':<12}{losses}"] if losses else []
-    return [*lines, *trend, *rest]
+    return [*lines, *([f"{'losses':<12}{losses}"] if losses else []), *rest]
 
 
 def sparkline(points: Sequence[ChartPoint], width: int, levels: str = LEVELS) -> str:

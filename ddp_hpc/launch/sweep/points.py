@@ -154,17 +154,22 @@ def make_points(
         )
     all_settings = [{**first, **second} for first in of_file for second in chosen]
     points = [
-        Point(number, name, {key: value for key, value in settings.items() if key != "name"})
+        Point(number, name, {key: _as_recorded(key, value) for key, value in settings.items() if key != "name"})
         for number, (name, settings) in enumerate(zip(_point_names(all_settings), all_settings, strict=True))
     ]
     named = {number for number, settings in enumerate(all_settings) if "name" in settings}
     _refuse_duplicates(points, named)
-    for key, value in (pair for point in points for pair in point.settings.items()):
-        if json_object(json.dumps({key: value}, default=str)) is None:  # as the sweep's record is read
-            raise ConfigError(
-                f"`{key}` is {as_text(value)}, which has more than 64 bits. Write it in quotes, as a text."
-            )
     return points
+
+
+def _as_recorded(key: str, value: Any) -> Any:
+    if json_object(json.dumps({key: value}, default=str)) is not None:
+        return value
+    if key_of(key) is None and not is_section(key):  # a word of the script
+        return as_text(value)
+    raise ConfigError(
+        f"`{key}` is {as_text(value)}, which has more than 64 bits, so the sweep's record cannot hold it. Set a smaller number."
+    )
 
 
 def _with_checked_name(listed: Mapping[str, Any]) -> dict[str, Any]:

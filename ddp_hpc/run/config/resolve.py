@@ -139,8 +139,7 @@ def resolve_key(name: str, environ: Mapping[str, str]) -> Any:
     profile = find_profile(environ)
     own = fill_settings(from_environment(environ), environ)
     given = [*from_defaults(), *(profile.settings if profile else ()), *own]
-    setting = [setting for setting in given if setting.key == name][-1]
-    return _converted_value(setting)
+    return _converted_value([setting for setting in given if setting.key == name][-1])
 
 
 def _build_config(settings: Iterable[Setting]) -> Resolved:

@@ -170,8 +170,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return "finished" if run.done.exists() else "stopped"
 
     await_ending = ending_of_run if arguments.parent is None else _await_ending
-    has_all = follow(run, open_alone, await_ending, describe=describe)
-    return 0 if has_all else 1
+    return 0 if follow(run, open_alone, await_ending, describe=describe) else 1
 
 
 if __name__ == "__main__":
