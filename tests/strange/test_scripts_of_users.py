@@ -198,6 +198,12 @@ def test_a_script_may_replace_its_streams_by_what_only_writes_and_flushes(code: 
     assert (tmp_path / "out.txt").read_text() == "trained\n"
 
 
+def test_a_script_may_take_its_own_module_away(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import sys\ndel sys.modules['__main__']\n")
+
+    assert work(tmp_path, "python", "train.py")[0] == exit_codes.FINISHED
+
+
 LEAVES_OPEN = """
 import gzip, io, sys, weakref, zipfile, kept
 gone = weakref.proxy(set())

@@ -40,7 +40,7 @@ def run_as_main(
     finally:
         atexit._run_exitfuncs()  # noqa: SLF001  likewise
     if threading.active_count() == 1:  # else a daemon thread would find the names gone; of Python, it is stopped before
-        names = vars(sys.modules["__main__"])
+        names = getattr(sys.modules.get("__main__"), "__dict__", {})  # the script may have taken it away
         names.update(dict.fromkeys(one for one in names if not one.startswith("__")))
         gc.collect()  # what ends by a `__del__`, such as a `zipfile.ZipFile`, ends here
     for stream in (sys.stdout, sys.stderr):

@@ -104,8 +104,8 @@ def explain_unused(error: Exception, model: nn.Module) -> ConfigError | None:
     names = [name for name, one in model.named_parameters() if one.requires_grad]
     if twice := _TWICE_ERROR_PATTERN.search(text_of(error)):
         return ConfigError(
-            f"The last backward pass gave a gradient to `{names[int(twice[1])]}` twice. With `train.find_unused_parameters=true`, DDP takes what the "
-            "model's forward does not use for unused: a weight that the loss alone uses. Leave that key out, or call the loss in forward."
+            f"The last backward pass gave a gradient to `{names[int(twice[1])]}` twice. With `train.find_unused_parameters=true`, a weight that the "
+            "loss alone uses gets two: leave that key out, or call the loss in forward. Without it, `torch.utils.checkpoint` does that: set `use_reentrant=False`."
         )
     if (found := _UNUSED_ERROR_PATTERN.search(text_of(error))) is None:
         return None
